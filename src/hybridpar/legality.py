@@ -1,0 +1,167 @@
+"""Which strategies a run may use: a pure function to all violated constraints. No torch here.
+
+A violation is one sentence that names the field, its value, the reason, and the nearest legal values.
+`hybridpar run` and the workflow turn violations into a row with outcome `infeasible`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridpar.specs import RunSpec
+
+# What this version trains. A value of the schema that is missing here is refused by name, never ignored.
+FAMILIES = ("transformer", "mamba2", "hybrid")
+PHASES = ("train",)
+PRECISIONS = ("fp64", "fp32", "bf16")
+SCHEDULES = ("gpipe", "1f1b")
+RECOMPUTE = ("none", "full")
+OFFLOAD = ("none",)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One violated constraint."""
+
+    field: str
+    value: Any
+    reason: str
+    legal: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={_text(self.value)}: {self.reason}; legal: {self.legal}"
+
+
+def violations(run: RunSpec) -> tuple[Violation, ...]:
+    """Every constraint that the run violates; empty when it is legal."""
+    return tuple(violation for rule in _RULES for violation in rule(run))
+
+
+def infeasible_reason(run: RunSpec) -> str | None:
+    """All violations in one line, or None for a legal run."""
+    found = violations(run)
+    return " | ".join(str(violation) for violation in found) or None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _divisors(n: int, smallest: int = 1) -> str:
+    return ", ".join(str(k) for k in range(smallest, n + 1) if n % k == 0)
+
+
+def _available(run: RunSpec) -> Iterator[Violation]:
+    offered: Sequence[tuple[str, Any, Sequence[Any]]] = (
+        ("model.family", run.model.family, FAMILIES),
+        ("workload.phase", run.workload.phase, PHASES),
+        ("workload.precision", run.workload.precision, PRECISIONS),
+        ("strategy.schedule", run.strategy.schedule, SCHEDULES),
+        ("strategy.recompute", run.strategy.recompute, RECOMPUTE),
+        ("strategy.offload", run.strategy.offload, OFFLOAD),
+        ("strategy.cp", run.strategy.cp, (1,)),
+        ("strategy.ep", run.strategy.ep, (1,)),
+        ("strategy.virtual", run.strategy.virtual, (1,)),
+    )
+    for field, value, legal in offered:
+        if value not in legal:
+            yield Violation(field, value, "not available in this version", ", ".join(map(str, legal)))
+
+
+def _cluster(run: RunSpec) -> Iterator[Violation]:
+    if run.cluster.nodes > 1:
+        yield Violation("cluster.nodes", run.cluster.nodes, "this version launches on one machine", "1")
+    places = run.cluster.devices_per_node
+    if places and run.strategy.devices > places * run.cluster.nodes:
+        yield Violation(
+            "cluster.devices_per_node",
+            places,
+            f"the strategy asks for dp*tp*pp*cp={run.strategy.devices} devices on {run.cluster.nodes} node(s)",
+            f"at least {-(-run.strategy.devices // run.cluster.nodes)}, or 0 for as many as asked",
+        )
+
+
+def _batch(run: RunSpec) -> Iterator[Violation]:
+    batch, dp, micro = run.workload.global_batch, run.strategy.dp, run.workload.micro_batch
+    if batch % dp:
+        yield Violation("strategy.dp", dp, f"does not divide workload.global_batch={batch}", _divisors(batch))
+    elif (batch // dp) % micro:
+        yield Violation(
+            "workload.micro_batch",
+            micro,
+            f"does not divide the {batch // dp} sequences of one replica (global_batch={batch}, dp={dp})",
+            _divisors(batch // dp),
+        )
+
+
+def _tensor(run: RunSpec) -> Iterator[Violation]:
+    tp, model = run.strategy.tp, run.model
+    if run.strategy.sp and tp == 1:
+        yield Violation("strategy.sp", True, "splits the sequence over tp ranks, and tp=1", "false, or tp of 2 or more")
+    if run.strategy.sp and run.workload.seq_len % tp:
+        yield Violation("strategy.tp", tp, f"with sp must divide workload.seq_len={run.workload.seq_len}", _divisors(run.workload.seq_len))
+    if tp == 1:
+        return
+    if "A" in model.layer_kinds and model.kv_heads % tp:
+        yield Violation("strategy.tp", tp, f"does not divide model.kv_heads={model.kv_heads}", _divisors(model.kv_heads))
+    if "A" in model.layer_kinds and model.ffn_hidden % tp:
+        yield Violation("strategy.tp", tp, f"does not divide model.ffn_hidden={model.ffn_hidden}", _divisors(model.ffn_hidden))
+    if "M" in model.layer_kinds and model.ssm_heads % tp:
+        yield Violation("strategy.tp", tp, f"does not divide the {model.ssm_heads} Mamba heads", _divisors(model.ssm_heads))
+    if "M" in model.layer_kinds and model.ssm_groups > 1 and model.ssm_groups % tp:
+        yield Violation(
+            "strategy.tp",
+            tp,
+            f"would cut through the norm groups of model.ssm_groups={model.ssm_groups}",
+            _divisors(model.ssm_groups),
+        )
+    if model.vocab < tp:
+        yield Violation("strategy.tp", tp, f"exceeds model.vocab={model.vocab}", f"1 to {model.vocab}")
+
+
+def _pipeline(run: RunSpec) -> Iterator[Violation]:
+    pp, model = run.strategy.pp, run.model
+    if pp == 1:
+        return
+    if pp > model.layers:
+        yield Violation("strategy.pp", pp, f"exceeds model.layers={model.layers}", f"1 to {model.layers}")
+    if model.tied_embeddings:
+        yield Violation("strategy.pp", pp, "model.tied_embeddings would put one weight on two stages", "1")
+    if run.micro_batches < pp and run.strategy.schedule == "1f1b" and not list(_batch(run)):
+        yield Violation(
+            "strategy.pp",
+            pp,
+            f"1f1b needs at least pp micro-batches a replica, and there are {run.micro_batches}",
+            f"1 to {run.micro_batches}, or a smaller workload.micro_batch or strategy.dp",
+        )
+
+
+def _zero(run: RunSpec) -> Iterator[Violation]:
+    zero, strategy = run.strategy.zero, run.strategy
+    if zero and strategy.dp == 1:
+        yield Violation("strategy.zero", zero, "shards over data replicas, and dp=1", "0, or dp of 2 or more")
+
+
+def _deepspeed(run: RunSpec) -> Iterator[Violation]:
+    strategy = run.strategy
+    if strategy.engine != "deepspeed":
+        return
+    if strategy.tp > 1:
+        yield Violation("strategy.tp", strategy.tp, "engine=deepspeed is offered for dp and pp", "1, or engine=torch")
+    if strategy.pp > 1 and strategy.zero > 1:
+        yield Violation("strategy.zero", strategy.zero, "DeepSpeed's PipelineModule refuses ZeRO-2 and ZeRO-3", "0, 1")
+    if strategy.pp > 1 and strategy.schedule != "1f1b":
+        yield Violation("strategy.schedule", strategy.schedule, "DeepSpeed's PipelineModule runs 1F1B", "1f1b")
+
+
+_RULES: tuple[Callable[[RunSpec], Iterator[Violation]], ...] = (
+    _available,
+    _cluster,
+    _batch,
+    _tensor,
+    _pipeline,
+    _zero,
+    _deepspeed,
+)

@@ -1,0 +1,64 @@
+"""Named models and clusters: plain data, so that a spec file can say `preset: llama-toy`.
+
+The toy, small, medium and large models keep the proportions of their public relatives (head counts,
+GQA ratio, ffn/hidden, expand, state) at widths that train in milliseconds on a CPU; they share a
+byte-level vocabulary. Public models carry the numbers of their published configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, theta: float) -> dict[str, Any]:
+    return {
+        "family": "transformer",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn_hidden": ffn,
+        "vocab": vocab,
+        "rope_theta": theta,
+    }
+
+
+def _mamba2(layers: int, hidden: int, state: int, head_dim: int, chunk: int, vocab: int, tied: bool) -> dict[str, Any]:
+    return {
+        "family": "mamba2",
+        "layers": layers,
+        "hidden": hidden,
+        "ssm_state": state,
+        "ssm_head_dim": head_dim,
+        "ssm_chunk": chunk,
+        "vocab": vocab,
+        "tied_embeddings": tied,
+    }
+
+
+_BYTES = 256
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama-toy": _llama(4, 64, 4, 2, 176, _BYTES, 1e4),
+    "llama-small": _llama(4, 128, 8, 4, 352, _BYTES, 1e4),
+    "llama-medium": _llama(8, 256, 8, 4, 704, _BYTES, 1e4),
+    "llama-large": _llama(16, 384, 12, 4, 1056, _BYTES, 1e4),
+    "mamba2-toy": _mamba2(4, 64, 16, 16, 16, _BYTES, False),
+    "mamba2-small": _mamba2(8, 128, 32, 32, 32, _BYTES, False),
+    "mamba2-medium": _mamba2(16, 256, 32, 64, 64, _BYTES, False),
+    "mamba2-large": _mamba2(32, 384, 64, 64, 64, _BYTES, False),
+    "hybrid-toy": {**_llama(4, 64, 4, 2, 176, _BYTES, 1e4), **{
+        "family": "hybrid", "pattern": "MA", "ssm_state": 16, "ssm_head_dim": 16, "ssm_chunk": 16}},
+    # Llama 3 herd of models, arXiv 2407.21783, table 3
+    "llama-3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 5e5),
+    "llama-3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 5e5),
+    "llama-3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 5e5),
+    # state-spaces/mamba2-2.7b; vocabulary padded to a multiple of 16 as there
+    "mamba2-2.7b": _mamba2(64, 2560, 128, 64, 256, 50288, True),
+}
+
+CLUSTERS: Mapping[str, Mapping[str, Any]] = {
+    "local": {"nodes": 1, "device": "auto"},
+    "local-cpu": {"nodes": 1, "device": "cpu"},
+}
