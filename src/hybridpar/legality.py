@@ -101,15 +101,26 @@ def _tensor(run: RunSpec) -> Iterator[Violation]:
     if run.strategy.sp and tp == 1:
         yield Violation("strategy.sp", True, "splits the sequence over tp ranks, and tp=1", "false, or tp of 2 or more")
     if run.strategy.sp and run.workload.seq_len % tp:
-        yield Violation("strategy.tp", tp, f"with sp must divide workload.seq_len={run.workload.seq_len}", _divisors(run.workload.seq_len))
+        yield Violation(
+            "strategy.tp",
+            tp,
+            f"with sp must divide workload.seq_len={run.workload.seq_len}",
+            _divisors(run.workload.seq_len),
+        )
     if tp == 1:
         return
     if "A" in model.layer_kinds and model.kv_heads % tp:
-        yield Violation("strategy.tp", tp, f"does not divide model.kv_heads={model.kv_heads}", _divisors(model.kv_heads))
+        yield Violation(
+            "strategy.tp", tp, f"does not divide model.kv_heads={model.kv_heads}", _divisors(model.kv_heads)
+        )
     if "A" in model.layer_kinds and model.ffn_hidden % tp:
-        yield Violation("strategy.tp", tp, f"does not divide model.ffn_hidden={model.ffn_hidden}", _divisors(model.ffn_hidden))
+        yield Violation(
+            "strategy.tp", tp, f"does not divide model.ffn_hidden={model.ffn_hidden}", _divisors(model.ffn_hidden)
+        )
     if "M" in model.layer_kinds and model.ssm_heads % tp:
-        yield Violation("strategy.tp", tp, f"does not divide the {model.ssm_heads} Mamba heads", _divisors(model.ssm_heads))
+        yield Violation(
+            "strategy.tp", tp, f"does not divide the {model.ssm_heads} Mamba heads", _divisors(model.ssm_heads)
+        )
     if "M" in model.layer_kinds and model.ssm_groups > 1 and model.ssm_groups % tp:
         yield Violation(
             "strategy.tp",

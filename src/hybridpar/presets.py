@@ -48,8 +48,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "mamba2-small": _mamba2(8, 128, 32, 32, 32, _BYTES, False),
     "mamba2-medium": _mamba2(16, 256, 32, 64, 64, _BYTES, False),
     "mamba2-large": _mamba2(32, 384, 64, 64, 64, _BYTES, False),
-    "hybrid-toy": {**_llama(4, 64, 4, 2, 176, _BYTES, 1e4), **{
-        "family": "hybrid", "pattern": "MA", "ssm_state": 16, "ssm_head_dim": 16, "ssm_chunk": 16}},
+    "hybrid-toy": {
+        **_llama(4, 64, 4, 2, 176, _BYTES, 1e4),
+        "family": "hybrid",
+        "pattern": "MA",
+        "ssm_state": 16,
+        "ssm_head_dim": 16,
+        "ssm_chunk": 16,
+    },
     # Llama 3 herd of models, arXiv 2407.21783, table 3
     "llama-3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 5e5),
     "llama-3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 5e5),

@@ -13,12 +13,13 @@ Symbols (used throughout the package, after the reference paper arXiv 2602.09109
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -162,11 +163,9 @@ def _required_dimensions(model: ModelSpec) -> tuple[str, ...]:
 def _with_model_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """Fill in what a family needs and the spec leaves out; values given are never changed."""
     family, hidden = given.get("family"), given.get("hidden")
-    if not isinstance(hidden, int) or hidden < 1 or family not in get_args(Family):
+    if not isinstance(family, str) or not isinstance(hidden, int) or hidden < 1:
         return given
-    defaults: dict[str, Any] = {
-        "pattern": {"transformer": "A", "moe": "A", "mamba2": "M"}.get(family, "MA")
-    }
+    defaults: dict[str, Any] = {"pattern": {"transformer": "A", "moe": "A", "mamba2": "M"}.get(family, "MA")}
     pattern = given.get("pattern", defaults["pattern"])
     if isinstance(pattern, str) and "A" in pattern:
         heads = given.get("heads", max(1, hidden // 64))
@@ -342,8 +341,10 @@ def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     """
     content = read_yaml(path)
     if not isinstance(content, Mapping):
-        raise SpecError([f"{path} holds {content!r}; a run spec is a mapping with the keys {', '.join(RunSpec.model_fields)}"])
-    merged: dict[str, Any] = json.loads(json.dumps(content, default=str))
+        raise SpecError(
+            [f"{path} holds {content!r}; a run spec is a mapping with the keys {', '.join(RunSpec.model_fields)}"]
+        )
+    merged: dict[str, Any] = copy.deepcopy(dict(content))
     for override in overrides:
         _apply_override(merged, override)
     return parse_run_spec(merged)
@@ -360,11 +361,13 @@ def read_yaml(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError([f"{path} cannot be read: {_reason(error)}"]) from None
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        content = yaml.safe_load(text)
+        json.dumps(content, default=str)  # refuses an alias that holds itself
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise SpecError([f"{path} is not valid YAML{where}: {getattr(error, 'problem', None) or error}"]) from None
+    return content
 
 
 def _reason(error: Exception) -> str:

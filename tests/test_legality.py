@@ -1,0 +1,62 @@
+"""Illegal strategies are told apart from malformed specs: all constraints at once, with the legal values."""
+
+import pytest
+
+from hybridpar.legality import infeasible_reason, violations
+from hybridpar.specs import parse_run_spec
+
+
+def _run(preset: str = "llama-toy", workload: dict | None = None, model: dict | None = None, **strategy: object):
+    return parse_run_spec(
+        {"model": {"preset": preset, **(model or {})}, "workload": workload or {}, "strategy": strategy}
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sentence"),
+    [
+        ({"dp": 3}, "strategy.dp=3: does not divide workload.global_batch=8; legal: 1, 2, 4, 8"),
+        ({"tp": 4}, "strategy.tp=4: does not divide model.kv_heads=2; legal: 1, 2"),
+        ({"sp": True}, "strategy.sp=true: splits the sequence over tp ranks, and tp=1; legal: false, or tp of 2"),
+        ({"pp": 8}, "strategy.pp=8: exceeds model.layers=4; legal: 1 to 4"),
+        ({"zero": 2}, "strategy.zero=2: shards over data replicas, and dp=1; legal: 0, or dp of 2 or more"),
+        ({"cp": 2}, "strategy.cp=2: not available in this version; legal: 1"),
+        ({"dp": 2, "pp": 4, "zero": 3, "engine": "deepspeed"}, "DeepSpeed's PipelineModule refuses ZeRO-2 and ZeRO-3"),
+        ({"engine": "deepspeed", "tp": 2}, "strategy.tp=2: engine=deepspeed is offered for dp and pp"),
+    ],
+)
+def test_a_violation_names_field_value_reason_and_legal_values(strategy: dict, sentence: str) -> None:
+    assert any(sentence in str(violation) for violation in violations(_run(**strategy)))
+
+
+def test_all_violations_are_told_at_once() -> None:
+    found = violations(_run(dp=3, tp=3, pp=8, cp=2))
+    assert {violation.field for violation in found} >= {"strategy.dp", "strategy.tp", "strategy.pp", "strategy.cp"}
+
+
+def test_1f1b_needs_a_micro_batch_for_every_stage() -> None:
+    reason = infeasible_reason(_run(pp=4, workload={"global_batch": 4, "micro_batch": 2}))
+    assert reason is not None
+    assert "there are 2" in reason
+
+
+def test_tied_embeddings_are_not_split_over_stages() -> None:
+    reason = infeasible_reason(_run(pp=2, model={"tied_embeddings": True}))
+    assert reason is not None
+    assert "tied_embeddings" in reason
+
+
+def test_tp_may_not_cut_through_a_norm_group_of_mamba() -> None:
+    reason = infeasible_reason(_run("mamba2-toy", tp=4, model={"ssm_groups": 2}))
+    assert reason is not None
+    assert "ssm_groups=2" in reason
+
+
+@pytest.mark.parametrize("preset", ["llama-toy", "mamba2-toy", "hybrid-toy"])
+def test_the_product_of_dp_tp_and_pp_is_legal(preset: str) -> None:
+    assert infeasible_reason(_run(preset, dp=2, tp=2, pp=2)) is None
+
+
+def test_a_cluster_too_small_is_named() -> None:
+    run = parse_run_spec({"model": {"preset": "llama-toy"}, "strategy": {"dp": 4}, "cluster": {"devices_per_node": 2}})
+    assert "cluster.devices_per_node=2" in str(infeasible_reason(run))
