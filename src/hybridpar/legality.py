@@ -6,19 +6,25 @@ A violation is one sentence that names the field, its value, the reason, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hybridpar.specs import RunSpec
 
 # What this version trains. A value of the schema that is missing here is refused by name, never ignored.
-FAMILIES = ("transformer", "mamba2", "hybrid")
-PHASES = ("train",)
-PRECISIONS = ("fp64", "fp32", "bf16")
-SCHEDULES = ("gpipe", "1f1b")
-RECOMPUTE = ("none", "full")
-OFFLOAD = ("none",)
+AVAILABLE: Mapping[str, tuple[Any, ...]] = {
+    "model.family": ("transformer", "mamba2", "hybrid"),
+    "workload.phase": ("train",),
+    "workload.precision": ("fp64", "fp32", "bf16"),
+    "strategy.schedule": ("gpipe", "1f1b"),
+    "strategy.recompute": ("none", "full"),
+    "strategy.offload": ("none",),
+    "strategy.cp": (1,),
+    "strategy.ep": (1,),
+    "strategy.virtual": (1,),
+    "cluster.nodes": (1,),
+}
 
 
 @dataclass(frozen=True)
@@ -54,25 +60,14 @@ def _divisors(n: int, smallest: int = 1) -> str:
 
 
 def _available(run: RunSpec) -> Iterator[Violation]:
-    offered: Sequence[tuple[str, Any, Sequence[Any]]] = (
-        ("model.family", run.model.family, FAMILIES),
-        ("workload.phase", run.workload.phase, PHASES),
-        ("workload.precision", run.workload.precision, PRECISIONS),
-        ("strategy.schedule", run.strategy.schedule, SCHEDULES),
-        ("strategy.recompute", run.strategy.recompute, RECOMPUTE),
-        ("strategy.offload", run.strategy.offload, OFFLOAD),
-        ("strategy.cp", run.strategy.cp, (1,)),
-        ("strategy.ep", run.strategy.ep, (1,)),
-        ("strategy.virtual", run.strategy.virtual, (1,)),
-    )
-    for field, value, legal in offered:
+    for path, legal in AVAILABLE.items():
+        section, _, name = path.partition(".")
+        value = getattr(getattr(run, section), name)
         if value not in legal:
-            yield Violation(field, value, "not available in this version", ", ".join(map(str, legal)))
+            yield Violation(path, value, "not available in this version", ", ".join(map(str, legal)))
 
 
 def _cluster(run: RunSpec) -> Iterator[Violation]:
-    if run.cluster.nodes > 1:
-        yield Violation("cluster.nodes", run.cluster.nodes, "this version launches on one machine", "1")
     places = run.cluster.devices_per_node
     if places and run.strategy.devices > places * run.cluster.nodes:
         yield Violation(
