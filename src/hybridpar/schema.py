@@ -56,6 +56,6 @@ def _field_line(path: str, name: str, field: dict[str, Any]) -> str:
 def _default(path: str, field: dict[str, Any]) -> str:
     if "default" not in field:
         return ""
-    if path.startswith("model.") and field["default"] in (0, ""):
+    if path.startswith("model.") and field["default"] in (0, "") and field["default"] is not False:
         return ", default: what the family usually has"
     return f", default {json.dumps(field['default'])}"
