@@ -1,0 +1,1 @@
+"""Language models on one device: plain torch, no rank, mesh or group in sight."""
