@@ -1,0 +1,149 @@
+"""Load the tidy tables of one study, with the few derived columns that every figure and table uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from hybridpar.artifacts.artifact import Provenance
+
+SIZES = ("toy", "small", "medium", "large")
+MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+# Besides the strategy, what two runs must share to be repeats of one another.
+_WORKLOAD = ("seq_len", "global_batch", "micro_batch", "precision")
+
+
+class InputError(ValueError):
+    """The tables are not there; the message names the file and what makes it."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The tables of one study.
+
+    runs: one row a run, with `outcome` and `reason`; columns of the RunSpec and of result.json, and `size`, `kind`,
+        `method` (derived here).
+    steps: one row a timed step: `seconds` (slowest rank), `loss`.
+    collectives: one row a run, operation and group, per timed step (mean over ranks).
+    memory: one row a run and category, `bytes` (largest rank).
+    bench: one row a measured collective; empty when the benchmark was not run.
+    """
+
+    name: str
+    runs: pd.DataFrame
+    steps: pd.DataFrame
+    collectives: pd.DataFrame
+    memory: pd.DataFrame
+    bench: pd.DataFrame
+
+    @property
+    def finished(self) -> pd.DataFrame:
+        """The runs that ended ok."""
+        return self.runs[self.runs["outcome"] == "ok"]
+
+    def provenance(self, run_ids: pd.Series | None = None) -> Provenance:
+        """Tier, testbed and runs of an artifact made from `run_ids` (all runs when left out)."""
+        chosen = self.runs if run_ids is None else self.runs[self.runs["run_id"].isin(run_ids)]
+        return Provenance(
+            tier=_listed(chosen["tier"]),
+            testbed=_listed(chosen["testbed"]),
+            run_ids=tuple(sorted(chosen["run_id"].astype(str))),
+        )
+
+    def bench_provenance(self) -> Provenance:
+        """Tier and testbed of an artifact made from the collective benchmark, which is no run."""
+        return Provenance(tier=_listed(self.bench["tier"]), testbed=_listed(self.runs["testbed"]), run_ids=())
+
+
+def load(tables_dir: str | Path, bench_path: str | Path, name: str | None = None) -> Study:
+    """Read the tables of a study and, where it exists, the collective benchmark. `name` is the folder's by default.
+
+    Raises:
+        InputError: a table of the study is missing.
+    """
+    folder = Path(tables_dir)
+    tables = {name: _read(folder / f"{name}.parquet") for name in ("runs", "steps", "collectives", "memory")}
+    bench = Path(bench_path)
+    columns = ["op", "world", "bytes", "repeat", "seconds", "wire_bytes", "tier"]
+    return Study(
+        name=name or folder.name,
+        runs=_with_derived_columns(tables["runs"]),
+        steps=tables["steps"],
+        collectives=tables["collectives"],
+        memory=tables["memory"],
+        bench=pd.read_parquet(bench) if bench.exists() else pd.DataFrame(columns=columns),
+    )
+
+
+def _read(path: Path) -> pd.DataFrame:
+    if not path.exists():
+        raise InputError(f"{path} does not exist; the workflow's table rule writes it from the run folders")
+    return pd.read_parquet(path)
+
+
+def _with_derived_columns(runs: pd.DataFrame) -> pd.DataFrame:
+    derived = runs.assign(
+        size=runs["model"].map(size_of),
+        kind=[kind_of(row) for row in runs.to_dict("records")],
+        method=[method_of(row) for row in runs.to_dict("records")],
+    )
+    return derived.assign(model=_model_labels(runs)).sort_values("run_id", ignore_index=True)
+
+
+def _model_labels(runs: pd.DataFrame) -> pd.Series:
+    """The model's name; with its workload where the study trains one model under several."""
+    workload = [column for column in _WORKLOAD if column in runs]
+    variants = runs.groupby("model")[workload].transform("nunique").max(axis=1) if workload else None
+    if variants is None or not (variants > 1).any():
+        return runs["model"]
+    text = runs[workload].astype(str).agg(" ".join, axis=1)
+    return runs["model"].where(variants == 1, runs["model"] + " (" + text + ")")
+
+
+def size_of(model: str) -> str:
+    """`medium` of `llama-medium`; the whole name where it ends in no known size."""
+    suffix = model.rsplit("-", 1)[-1]
+    return suffix if suffix in SIZES else model
+
+
+def split_axes(run: dict[str, object]) -> list[str]:
+    """The axes a run splits over, outermost degree first as in the strategy's label."""
+    return [axis for axis in ("dp", "tp", "pp", "cp") if int(str(run[axis])) > 1]
+
+
+def kind_of(run: dict[str, object]) -> str:
+    """`one device`, `data`, `sharded data`, `tensor`, `pipeline`, or `hybrid` for more than one axis."""
+    axes = split_axes(run)
+    if len(axes) > 1:
+        return "hybrid"
+    if not axes:
+        return "one device"
+    if axes == ["dp"]:
+        return "sharded data" if run["zero"] else "data"
+    return {"tp": "tensor", "pp": "pipeline", "cp": "context"}[axes[0]]
+
+
+def method_of(run: dict[str, object]) -> str:
+    """What a strategy is called without its degrees, e.g. `FSDP2 resharding`, `TP+SP`, `DeepSpeed ZeRO-1`."""
+    axes, deepspeed, zero = split_axes(run), run["engine"] == "deepspeed", int(str(run["zero"]))
+    torch_data = ("DDP", "ZeRO-1", "FSDP2 keeping", "FSDP2 resharding")
+    names = {
+        "dp": f"ZeRO-{zero}" if deepspeed else torch_data[zero],
+        "tp": "TP+SP" if run["sp"] else "TP",
+        "pp": f"PP {_SCHEDULES.get(str(run['schedule']), str(run['schedule']))}",
+        "cp": "CP",
+    }
+    name = " × ".join(names[axis] for axis in axes) or "one device"
+    if not run.get("overlap", True):
+        name += " no overlap"
+    return f"DeepSpeed {name}" if deepspeed else name
+
+
+_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+
+
+def _listed(values: pd.Series) -> str:
+    return ", ".join(sorted(values.dropna().astype(str).unique())) or "none"

@@ -1,0 +1,181 @@
+"""A SYNTHETIC study for tests of drawing and wording only: invented times, never shown as results anywhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from hybridpar.legality import infeasible_reason
+from hybridpar.specs import RunSpec, parse_run_spec
+
+_TESTBED, _TIER = "synthetic", "measured"
+
+
+def write(
+    folder: Path,
+    *,
+    families: Sequence[str] = ("llama", "mamba2"),
+    sizes: Sequence[str] = ("small", "medium", "large"),
+    worlds: Sequence[int] = (1, 2, 4, 8),
+    hybrids: bool = True,
+    repeats: int = 2,
+) -> tuple[Path, Path]:
+    """Write the tables of an invented study; returns its tables folder and the benchmark's path."""
+    runs = [
+        _spec(f"{family}-{size}", strategy, repeat)
+        for family, size in itertools.product(families, sizes)
+        for strategy in _strategies(worlds, hybrids)
+        for repeat in range(repeats)
+    ]
+    tables = folder / "tables" / "synthetic"
+    tables.mkdir(parents=True)
+    generator = np.random.default_rng(1)
+    rows = [_run_row(run, index, generator) for index, run in enumerate(runs)]
+    ok = [(run, row) for run, row in zip(runs, rows, strict=True) if row["outcome"] == "ok"]
+    frames = {
+        "runs": rows,
+        "steps": [step for run, row in ok for step in _step_rows(run, row, generator)],
+        "collectives": [call for run, row in ok for call in _collective_rows(run, row)],
+        "memory": [kept for run, row in ok for kept in _memory_rows(run, row)],
+    }
+    for name, content in frames.items():
+        pd.DataFrame(content).to_parquet(tables / f"{name}.parquet")
+    bench = folder / "bench" / "collectives.parquet"
+    bench.parent.mkdir()
+    pd.DataFrame(_bench_rows(generator)).to_parquet(bench)
+    return tables, bench
+
+
+def _strategies(worlds: Sequence[int], hybrids: bool) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = [{}] if 1 in worlds else []
+    for n in (world for world in worlds if world > 1):
+        found += [{"dp": n}, {"dp": n, "zero": 1}, {"dp": n, "zero": 2}, {"dp": n, "zero": 3}]
+        found += [{"dp": n, "zero": zero, "engine": "deepspeed"} for zero in range(4)]
+        found += [{"tp": n}, {"tp": n, "sp": True}]
+        found += [{"pp": n}, {"pp": n, "schedule": "gpipe"}, {"pp": n, "engine": "deepspeed"}]
+        if hybrids:
+            degrees = itertools.product((1, 2, 4), repeat=3)
+            found += [
+                {"dp": dp, "tp": tp, "pp": pp}
+                for dp, tp, pp in degrees
+                if dp * tp * pp == n and sum(degree > 1 for degree in (dp, tp, pp)) > 1
+            ]
+    return found
+
+
+def _spec(model: str, strategy: dict[str, object], repeat: int) -> RunSpec:
+    content = {
+        "model": {"preset": model},
+        "workload": {"seq_len": 64, "global_batch": 8, "micro_batch": 1, "steps": 6, "warmup_steps": 2},
+        "strategy": strategy,
+        "cluster": {"preset": "local-cpu"},
+        "repeat": repeat,
+    }
+    return parse_run_spec(content)
+
+
+def _outcome(run: RunSpec, index: int) -> tuple[str, str]:
+    reason = infeasible_reason(run)
+    if reason:
+        return "infeasible", reason
+    if index % 97 == 13:
+        return "crash", "rank 1 was killed by signal 9"
+    return "ok", ""
+
+
+def _run_row(run: RunSpec, index: int, generator: np.random.Generator) -> dict[str, object]:
+    outcome, reason = _outcome(run, index)
+    s = run.strategy
+    cost = {"small": 0.02, "medium": 0.15, "large": 0.8}[run.model.name.rsplit("-", 1)[-1]]
+    overhead = 1 + 0.08 * np.log2(s.tp) + 0.04 * np.log2(s.pp) + 0.05 * s.zero + (0.2 if s.engine == "deepspeed" else 0)
+    if run.model.family == "mamba2":
+        overhead += 0.1 * np.log2(s.pp) - 0.05 * np.log2(s.tp)
+    seconds = cost * overhead / min(2, s.devices) * float(generator.uniform(0.98, 1.02))
+    ok = outcome == "ok"
+    return {
+        "run_id": run.run_id,
+        "outcome": outcome,
+        "reason": reason,
+        "testbed": _TESTBED,
+        "tier": _TIER,
+        "device": "cpu",
+        "model": run.model.name,
+        "family": run.model.family,
+        "strategy": s.label,
+        "engine": s.engine,
+        "world": s.devices,
+        **{field: getattr(s, field) for field in ("dp", "tp", "pp", "cp", "zero", "sp", "schedule", "overlap")},
+        "seq_len": run.workload.seq_len,
+        "global_batch": run.workload.global_batch,
+        "micro_batch": run.workload.micro_batch,
+        "precision": run.workload.precision,
+        "repeat": run.repeat,
+        "tokens_per_step": run.tokens_per_step,
+        "step_time_s_median": seconds if ok else None,
+        "mfu": 0.3 / overhead if ok else None,
+    }
+
+
+def _step_rows(run: RunSpec, row: dict[str, object], generator: np.random.Generator) -> list[dict[str, object]]:
+    seconds = float(str(row["step_time_s_median"]))
+    return [
+        {"run_id": run.run_id, "step": step, "seconds": seconds * float(generator.uniform(0.95, 1.1)), "loss": 5.0}
+        for step in range(2, 6)
+    ]
+
+
+def _collective_rows(run: RunSpec, row: dict[str, object]) -> list[dict[str, object]]:
+    if run.strategy.devices == 1:
+        return []
+    group = "-".join(axis for axis in ("dp", "tp", "pp") if getattr(run.strategy, axis) > 1)
+    exposed = float(str(row["step_time_s_median"])) * 0.1 * np.log2(run.strategy.devices)
+    return [
+        {
+            "run_id": run.run_id,
+            "op": "all_reduce",
+            "group": group,
+            "group_size": run.strategy.devices,
+            "calls": 8,
+            "bytes": 1_000_000,
+            "wire_bytes": 1_500_000,
+            "seconds": exposed * 1.2,
+            "exposed_seconds": exposed,
+        }
+    ]
+
+
+def _memory_rows(run: RunSpec, row: dict[str, object]) -> list[dict[str, object]]:
+    s = run.strategy
+    parameters = 4e6 / (s.tp * s.pp) / (s.dp if s.zero == 3 else 1)
+    sizes = {
+        "parameters": parameters,
+        "gradients": 4e6 / (s.tp * s.pp) / (s.dp if s.zero >= 2 else 1),
+        "optimizer": 8e6 / (s.tp * s.pp) / (s.dp if s.zero >= 1 else 1),
+        "activations": 3e6 / s.dp,
+        "buffers": 1e5,
+    }
+    sizes["total"] = sum(sizes.values())
+    return [{"run_id": run.run_id, "category": name, "bytes": int(size)} for name, size in sizes.items()]
+
+
+def _bench_rows(generator: np.random.Generator) -> list[dict[str, object]]:
+    factors = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "send_recv": 0.0}
+    return [
+        {
+            "op": op,
+            "world": world,
+            "bytes": size,
+            "repeat": repeat,
+            "wire_bytes": (wire := int(size * (factor * (world - 1) / world or 1))),
+            "seconds": (1e-4 * world + wire / 1e9) * float(generator.uniform(0.9, 1.2)),
+            "tier": _TIER,
+        }
+        for op, factor in factors.items()
+        for world in (2, 4, 8)
+        for size in (1024, 16384, 262144, 4194304)
+        for repeat in range(5)
+    ]
