@@ -26,10 +26,10 @@ class LanguageModel(nn.Module):
         self.norm: nn.Module | None = RMSNorm(model.hidden, model.norm_eps)
         self.head: nn.Module | None = nn.Linear(model.hidden, model.vocab, bias=False)
         if model.tied_embeddings:
-            self.head.weight = self.embed.weight  # type: ignore[union-attr]
+            self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (b, S), or hidden states (b, S, d) without embed -> logits (b, S, V), or hidden states without head."""
+        """Tokens (b, S) (hidden states (b, S, d) without embed) -> logits (b, S, V) (hidden states without head)."""
         if self.embed is not None:
             x = self.embed(x)
         for block in self.blocks.values():
