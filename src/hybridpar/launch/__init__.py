@@ -1,0 +1,1 @@
+"""From a RunSpec to a finished run folder: the only place that knows processes, ports and deadlines."""

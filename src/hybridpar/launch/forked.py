@@ -1,0 +1,231 @@
+"""Ranks forked from this warm process: start-up in milliseconds, and no rank outlives a failure.
+
+The parent imports what its ranks need once (`preload`), so that a fork starts a rank in a few milliseconds where a
+fresh interpreter takes seconds. Rules that keep it safe: the parent starts no threads before it forks (no tensor is
+computed in it), every rank is its own process group, dies with its parent (PR_SET_PDEATHSIG) and leaves by
+`os._exit` (destructors of torch's reducers can deadlock with gloo's threads).
+No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.01
+_STACKS_GRACE_S = 0.5
+_PR_SET_PDEATHSIG = 1
+_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank ended. `killed_by_launcher` tells the victims of a failure from its cause."""
+
+    rank: int
+    exit_code: int | None
+    signal: int | None
+    killed_by_launcher: bool
+    log_tail: str
+    stacks: str
+    value: Any = None
+
+    @property
+    def ok(self) -> bool:
+        """Left by itself with exit code 0."""
+        return self.exit_code == 0 and not self.killed_by_launcher
+
+
+@dataclass
+class _Rank:
+    rank: int
+    pid: int
+    status: int | None = None
+    killed: bool = False
+
+
+@dataclass
+class _Ranks:
+    members: list[_Rank] = field(default_factory=list)
+
+    def poll(self) -> None:
+        for member in self.running():
+            with contextlib.suppress(ChildProcessError):
+                pid, status = os.waitpid(member.pid, os.WNOHANG)
+                member.status = status if pid else None
+
+    def running(self) -> list[_Rank]:
+        return [member for member in self.members if member.status is None]
+
+    def failed(self) -> bool:
+        return any(member.status not in (None, 0) for member in self.members)
+
+    def signal(self, number: int) -> None:
+        for member in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.pid, number)
+
+    def kill(self, *, stacks: bool) -> None:
+        """End all that run; first ask for their stacks where the ranks themselves did not fail."""
+        if stacks and self.running():
+            self.signal(signal.SIGUSR1)
+            time.sleep(_STACKS_GRACE_S)
+            self.poll()
+        for member in self.running():
+            member.killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(member.pid, signal.SIGKILL)
+        for member in self.running():
+            _, member.status = os.waitpid(member.pid, 0)
+
+
+def fork_ranks(
+    world: int,
+    body: Callable[[int], Any],
+    *,
+    deadline_s: float,
+    log_dir: Path,
+) -> tuple[RankExit, ...]:
+    """Run `body(rank)` in `world` forked processes and wait for all of them.
+
+    The first rank that fails takes the others down at once; so does the deadline, and an interrupt of this process.
+
+    Args:
+        world: number of ranks.
+        body: what a rank does; what it returns (picklable) comes back as `RankExit.value`.
+        deadline_s: wall time in seconds after which all are killed, their stacks kept.
+        log_dir: folder for rank-<r>.log (stdout and stderr), rank-<r>.stacks and rank-<r>.value.
+
+    Returns:
+        One RankExit a rank, in order.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for leftover in log_dir.glob("rank-*.*"):
+        leftover.unlink()
+    ranks = _Ranks()
+    end = time.monotonic() + deadline_s
+    with _terminate_as_interrupt():
+        try:
+            for rank in range(world):
+                ranks.members.append(_Rank(rank, _fork(rank, body, log_dir)))
+            _wait(ranks, end)
+        finally:
+            ranks.kill(stacks=False)
+    return tuple(_exit_of(member, log_dir) for member in ranks.members)
+
+
+def _wait(ranks: _Ranks, end: float) -> None:
+    while ranks.running():
+        ranks.poll()
+        if ranks.failed():
+            ranks.kill(stacks=True)
+        elif time.monotonic() > end:
+            ranks.kill(stacks=True)
+        else:
+            time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM (a scheduler's wish) unwinds like Ctrl-C, so that the ranks are ended with their launcher."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread: whoever runs it has its own handling
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _fork(rank: int, body: Callable[[int], Any], log_dir: Path) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(OSError):  # both sides set it: whichever comes first, a kill reaches the group
+            os.setpgid(pid, pid)
+        return pid
+    code = 1
+    try:
+        _become_rank(rank, log_dir, parent)
+        value = body(rank)
+        (log_dir / f"rank-{rank}.value").write_bytes(pickle.dumps(value))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _become_rank(rank: int, log_dir: Path, parent: int) -> None:
+    os.setpgid(0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked to die with it
+        os._exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its ranks
+    log = os.open(log_dir / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    stacks = (log_dir / f"rank-{rank}.stacks").open("w")
+    faulthandler.enable(file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+
+
+def _exit_of(member: _Rank, log_dir: Path) -> RankExit:
+    status = member.status if member.status is not None else 0
+    signalled = os.WIFSIGNALED(status)
+    value_file = log_dir / f"rank-{member.rank}.value"
+    return RankExit(
+        rank=member.rank,
+        exit_code=None if signalled else os.WEXITSTATUS(status),
+        signal=os.WTERMSIG(status) if signalled else None,
+        killed_by_launcher=member.killed,
+        log_tail=_tail(log_dir / f"rank-{member.rank}.log"),
+        stacks=_tail(log_dir / f"rank-{member.rank}.stacks"),
+        value=pickle.loads(value_file.read_bytes()) if value_file.exists() and status == 0 else None,
+    )
+
+
+def _tail(path: Path) -> str:
+    try:
+        return path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def values(exits: Sequence[RankExit]) -> list[Any]:
+    """What each rank returned.
+
+    Raises:
+        RuntimeError: naming the first rank that failed, with the end of its log.
+    """
+    for end in sorted(exits, key=lambda end: end.killed_by_launcher):
+        if not end.ok:
+            raise RuntimeError(
+                f"rank {end.rank} failed (exit {end.exit_code}, signal {end.signal}):\n{end.log_tail}{end.stacks}"
+            )
+    return [end.value for end in exits]
