@@ -128,9 +128,7 @@ def fork_ranks(
 def _wait(ranks: _Ranks, end: float) -> None:
     while ranks.running():
         ranks.poll()
-        if ranks.failed():
-            ranks.kill(stacks=True)
-        elif time.monotonic() > end:
+        if ranks.failed() or time.monotonic() > end:
             ranks.kill(stacks=True)
         else:
             time.sleep(_POLL_S)

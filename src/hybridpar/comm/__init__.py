@@ -1,0 +1,1 @@
+"""The world of ranks: process groups, and what passes through them."""

@@ -1,0 +1,91 @@
+"""Starting and leaving the world of ranks, and the groups of the rank grid."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hybridpar.mesh import AXES, Axis, Coordinate, RankGrid
+from hybridpar.specs import Strategy
+
+
+def start(rank: int, world: int, store_path: Path, device: str, deadline_s: float) -> None:
+    """Join the world of `world` ranks that meet in the file `store_path`.
+
+    Args:
+        rank: this process.
+        world: number of ranks.
+        store_path: a file that does not exist yet, in a folder all ranks see.
+        device: "cpu" (gloo) or "cuda" (NCCL).
+        deadline_s: seconds after which a collective that a peer never joins fails instead of hanging.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine; no name look-ups
+    dist.init_process_group(
+        _backend(device),
+        store=dist.FileStore(str(store_path), world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=deadline_s),
+    )
+
+
+def start_from_environment(device: str, deadline_s: float) -> None:
+    """Join the world that torchrun describes in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(_backend(device), timeout=timedelta(seconds=deadline_s))
+
+
+def _backend(device: str) -> str:
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def stop() -> None:
+    """Wait for all ranks, then leave: a rank that leaves early hangs its peers."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class ProcessMesh:
+    """The rank grid with a process group for each axis, and the same as torch's DeviceMesh."""
+
+    grid: RankGrid
+    rank: int
+    device: torch.device
+    device_mesh: DeviceMesh
+
+    @classmethod
+    def build(cls, strategy: Strategy) -> ProcessMesh:
+        """Collective: every rank of the world calls it.
+
+        Raises:
+            ValueError: the strategy's devices are not the ranks that were started.
+        """
+        grid = RankGrid.of(strategy)
+        if grid.size != dist.get_world_size():
+            raise ValueError(
+                f"the strategy {strategy.label} asks for {grid.size} devices; {dist.get_world_size()} ranks started"
+            )
+        kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+        device_mesh = init_device_mesh(kind, grid.shape, mesh_dim_names=AXES)
+        return cls(grid, dist.get_rank(), device, device_mesh)
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Where this rank stands."""
+        return self.grid.coordinate(self.rank)
+
+    def group(self, axis: Axis) -> dist.ProcessGroup:
+        """This rank's group along one axis."""
+        return self.device_mesh.get_group(axis)
