@@ -20,6 +20,7 @@ Floats = npt.NDArray[np.float64]
 
 _CELL = ["family", "size", "model", "world", "kind", "method", "strategy", "engine"]
 _RESAMPLES = 2000
+_FAMILIES = ("transformer", "mamba2")
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def family_pairs(study: Study) -> pd.DataFrame:
     """
     table = cells(study)
     sides = {}
-    for family in ("transformer", "mamba2"):
+    for family in _FAMILIES:
         side = table[(table["family"] == family) & (table["world"] > 1)]
         sides[family] = side.drop_duplicates(["size", "world", "strategy"])
     shared = ["size", "world", "strategy", "method", "kind"]
@@ -200,7 +201,7 @@ def family_pairs(study: Study) -> pd.DataFrame:
     columns["ratio"] = columns["mamba2"] / columns["transformer"]
     columns["ratio_low"] = columns["mamba2_low"] / columns["transformer_high"]
     columns["ratio_high"] = columns["mamba2_high"] / columns["transformer_low"]
-    columns["run_ids"] = [tuple(sorted(a + b)) for a, b in zip(paired["run_ids_t"], paired["run_ids_m"], strict=True)]
+    columns["run_ids"] = _united(paired["run_ids_t"], paired["run_ids_m"])
     return paired[shared].assign(**columns)
 
 
@@ -217,6 +218,7 @@ def family_correlations(study: Study) -> pd.DataFrame:
             continue
         chosen = steps[(steps["size"] == size) & (steps["world"] == world)]
         low, high = _resampled_rho(chosen, list(group["strategy"]))
+        winner = {family: str(group["strategy"].iloc[int(group[family].to_numpy().argmax())]) for family in _FAMILIES}
         rows.append(
             {
                 "size": size,
@@ -225,10 +227,9 @@ def family_correlations(study: Study) -> pd.DataFrame:
                 "rho": spearman(group["transformer"].to_numpy(), group["mamba2"].to_numpy()),
                 "rho_low": low,
                 "rho_high": high,
-                "same_winner": group.loc[group["transformer"].idxmax(), "strategy"]
-                == group.loc[group["mamba2"].idxmax(), "strategy"],
-                "transformer_winner": group.loc[group["transformer"].idxmax(), "strategy"],
-                "mamba2_winner": group.loc[group["mamba2"].idxmax(), "strategy"],
+                "same_winner": winner["transformer"] == winner["mamba2"],
+                "transformer_winner": winner["transformer"],
+                "mamba2_winner": winner["mamba2"],
                 "run_ids": tuple(sorted({run for ids in group["run_ids"] for run in ids})),
             }
         )
@@ -239,12 +240,12 @@ def family_correlations(study: Study) -> pd.DataFrame:
 def _resampled_rho(steps: pd.DataFrame, strategies: Sequence[str]) -> tuple[float, float]:
     generator = np.random.default_rng(0)
     medians = {}
-    for family in ("transformer", "mamba2"):
+    for family in _FAMILIES:
         values = steps[steps["family"] == family].groupby("strategy")["tokens_per_s"]
         medians[family] = np.stack(
             [_resampled_medians(np.sort(values.get_group(name).to_numpy()), generator) for name in strategies], axis=1
         )
-    ranks = [np.argsort(np.argsort(medians[family], axis=1), axis=1) for family in ("transformer", "mamba2")]
+    ranks = [np.argsort(np.argsort(medians[family], axis=1), axis=1) for family in _FAMILIES]
     centred = [rank - rank.mean(axis=1, keepdims=True) for rank in ranks]
     rho = (centred[0] * centred[1]).sum(axis=1) / (centred[0] ** 2).sum(axis=1)
     low, high = np.quantile(rho, [0.025, 0.975])
@@ -271,5 +272,12 @@ def engine_pairs(study: Study) -> pd.DataFrame:
         ratio=pairs["tokens_per_s_d"] / pairs["tokens_per_s_t"],
         ratio_low=pairs["tokens_low_d"] / pairs["tokens_high_t"],
         ratio_high=pairs["tokens_high_d"] / pairs["tokens_low_t"],
-        run_ids=[tuple(sorted(a + b)) for a, b in zip(pairs["run_ids_t"], pairs["run_ids_d"], strict=True)],
+        run_ids=_united(pairs["run_ids_t"], pairs["run_ids_d"]),
+    )
+
+
+def _united(first: pd.Series, second: pd.Series) -> pd.Series:
+    """Row by row, the runs behind either side."""
+    return pd.Series(
+        [tuple(sorted({*a, *b})) for a, b in zip(first, second, strict=True)], index=first.index, dtype=object
     )

@@ -1,4 +1,4 @@
-"""One function per figure. Each takes the loaded study and returns a drawn figure, or says that it has no runs for it."""
+"""One function per figure. Each takes the loaded study and returns a drawn figure, or says that there are no runs."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def single_throughput(study: Study) -> Drawn:
     alone_line = Line2D([], [], color=style.KIND_COLOURS["one device"], linestyle=":", label="one device")
     style.legend_below(figure, [*_rank_handles(shown), alone_line], columns=4)
     caption = (
-        "Median over the timed steps, bars from the slowest to the fastest, of the size with most strategies (the table "
-        f"has all sizes). {captions.conditions(study)}"
+        "Median over the timed steps, bars from the slowest to the fastest, of the size with most strategies (the "
+        f"table has all sizes). {captions.conditions(study)}"
     )
     return FigureArtifact(name, title, caption, study.provenance(_ids(shown)), figure)
 
@@ -101,8 +101,9 @@ def single_memory(study: Study) -> Drawn:
     handles = [Patch(color=style.CATEGORY_COLOURS[category], label=category) for category in MEMORY_CATEGORIES]
     style.legend_below(figure, handles)
     caption = (
-        "Peak bytes by category on the rank that holds most, counted in a warm-up step; median over repeats. Categories "
-        f"peak at different moments, so that their sum may exceed the total. {captions.conditions(study, times=False)}"
+        "Peak bytes by category on the rank that holds most, counted in a warm-up step; median over repeats. "
+        "Categories peak at different moments, so that their sum may exceed the total. "
+        f"{captions.conditions(study, times=False)}"
     )
     return FigureArtifact(name, title, caption, study.provenance(_ids(table)), figure)
 
@@ -185,8 +186,8 @@ def hybrid_ranking(study: Study) -> Drawn:
     handles.append(Line2D([], [], color="0.3", marker="s", linestyle="", label="DeepSpeed"))
     style.legend_below(figure, handles)
     caption = (
-        f"All legal factorisations of {world} ranks. Median over the timed steps, bars from the slowest to the fastest, "
-        f"both over the median of the model's best strategy. {captions.conditions(study)}"
+        f"All legal factorisations of {world} ranks. Median over the timed steps, bars from the slowest to the "
+        f"fastest, both over the median of the model's best strategy. {captions.conditions(study)}"
     )
     return FigureArtifact(name, title, caption, study.provenance(_ids(table)), figure)
 
@@ -198,7 +199,7 @@ def family_ranking(study: Study) -> Drawn:
     correlations = comparison.family_correlations(study)
     if pairs.empty:
         return Missing(name, title, captions.nothing("paired Transformer and Mamba-2"))
-    lowest = 0.9 * pairs[["transformer_low", "mamba2_low"]].min(axis=None)
+    lowest = 0.9 * float(pairs[["transformer_low", "mamba2_low"]].to_numpy().min())
     groups = list(pairs.groupby(["size", "world"], sort=False))
     columns = min(3, len(groups))
     rows = -(-len(groups) // columns)

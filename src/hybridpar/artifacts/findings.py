@@ -107,9 +107,9 @@ def _communication(alone: pd.DataFrame) -> list[Finding]:
         spread = comparison.Spread.of(group["comm_share"])
         parts.append(
             f"{_percent(spread.median)} on {world} ranks ({_percent(spread.low)} to {_percent(spread.high)}, "
-            f"{_count(spread.n, 'strategy', 'strategies')})"
+            f"{_count(spread.n, 'pair')})"
         )
-    text = f"The share of a step blocked in communication is, in the median over strategies and models, {_and(parts)}."
+    text = f"Blocked in communication is, in the median over pairs of strategy and model, {_and(parts)} of a step."
     return [Finding("single-communication", text, _ids(shares))]
 
 
@@ -187,7 +187,7 @@ def families(study: Study) -> list[Finding]:
         "more than the range of the timed steps"
     )
     if len(apart):
-        strongest = apart.loc[(apart["ratio"] - 1).abs().idxmax()]
+        strongest = apart.iloc[int((apart["ratio"] - 1).abs().to_numpy().argmax())]
         text += (
             f"; the largest effect is {strongest['strategy']} ({strongest['size']}, {strongest['world']} ranks), whose "
             f"relative throughput under Mamba-2 is {strongest['ratio']:.2f} of that under the Transformer "

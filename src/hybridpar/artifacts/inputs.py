@@ -85,10 +85,11 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _with_derived_columns(runs: pd.DataFrame) -> pd.DataFrame:
+    records = [{str(key): value for key, value in row.items()} for row in runs.to_dict("records")]
     derived = runs.assign(
         size=runs["model"].map(size_of),
-        kind=[kind_of(row) for row in runs.to_dict("records")],
-        method=[method_of(row) for row in runs.to_dict("records")],
+        kind=[kind_of(row) for row in records],
+        method=[method_of(row) for row in records],
     )
     return derived.assign(model=_model_labels(runs)).sort_values("run_id", ignore_index=True)
 

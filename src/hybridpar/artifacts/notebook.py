@@ -14,10 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from jupyter_client.manager import AsyncKernelManager
 
 from hybridpar.artifacts.save import write_bytes
 
 _KERNEL_ENVIRONMENT = {"MPLBACKEND": "agg", "PYDEVD_DISABLE_FILE_VALIDATION": "1", "OMP_NUM_THREADS": "1"}
+
+
+class LocalKernelManager(AsyncKernelManager):
+    """Talks to its kernel over sockets in the file system: no ports, so that notebooks run side by side."""
+
+    transport = "ipc"
 
 
 class NotebookError(RuntimeError):
@@ -37,6 +44,7 @@ def execute(source: Path, out_ipynb: Path, out_html: Path, parameters: Mapping[s
     from papermill import execute_notebook
     from papermill.exceptions import PapermillExecutionError
 
+    logging.getLogger("papermill").setLevel(logging.ERROR)
     failed = out_ipynb.with_suffix(".failed.ipynb")
     with tempfile.TemporaryDirectory() as folder, _kernel_environment():
         raw = Path(folder) / source.name
@@ -49,6 +57,7 @@ def execute(source: Path, out_ipynb: Path, out_html: Path, parameters: Mapping[s
                 kernel_name="python3",
                 progress_bar=False,
                 log_output=False,
+                kernel_manager_class="hybridpar.artifacts.notebook.LocalKernelManager",
             )
         except PapermillExecutionError as error:
             write_bytes(failed, raw.read_bytes())

@@ -81,9 +81,11 @@ def typst_faults(text: str, path: str = "") -> list[Fault]:
     """Literal results in Typst source. Equations may hold whole-number constants, but not stand for one number."""
     without_maths = _masked(_TYPST_STRUCTURE, _masked(_MATHS, text))
     faults = list(_faults(without_maths, path))
-    for equation in _MATHS.finditer(_masked(_TYPST_STRUCTURE, text)):
-        if _BARE_NUMBER.fullmatch(equation.group()) or re.search(r"\d\.\d", equation.group()):
-            faults.append(Fault(path, text.count("\n", 0, equation.start()) + 1, equation.group()))
+    faults += [
+        Fault(path, text.count("\n", 0, equation.start()) + 1, equation.group())
+        for equation in _MATHS.finditer(_masked(_TYPST_STRUCTURE, text))
+        if _BARE_NUMBER.fullmatch(equation.group()) or re.search(r"\d\.\d", equation.group())
+    ]
     return sorted(faults, key=lambda fault: fault.line)
 
 

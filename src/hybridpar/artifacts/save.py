@@ -42,6 +42,9 @@ _TEX_SPECIAL = {
     "≥": r"$\geq$",
     "≤": r"$\leq$",
     "…": r"\ldots{}",
+    "“": "``",
+    "”": "''",
+    "∞": r"$\infty$",
 }
 
 
@@ -115,11 +118,11 @@ def _drawn(artifact: FigureArtifact, file_format: str) -> bytes:
 def tex_table(artifact: TableArtifact) -> str:
     """A booktabs table that needs only `\\usepackage{booktabs}`."""
     alignment = "".join("r" if column.numeric else "l" for column in artifact.columns)
-    head = " & ".join(_tex(column.heading) for column in artifact.columns)
-    body = "\n".join(" & ".join(_tex(cell) for cell in row) + r" \\" for row in artifact.cells())
+    head = " & ".join(tex_text(column.heading) for column in artifact.columns)
+    body = "\n".join(" & ".join(tex_text(cell) for cell in row) + r" \\" for row in artifact.cells())
     return (
         "\\begin{table}\n\\centering\n"
-        f"\\caption{{{_tex(artifact.caption)}}}\n\\label{{tab:{artifact.name}}}\n"
+        f"\\caption{{{tex_text(artifact.caption)}}}\n\\label{{tab:{artifact.name}}}\n"
         f"\\begin{{tabular}}{{{alignment}}}\n\\toprule\n{head} \\\\\n\\midrule\n{body}\n\\bottomrule\n"
         "\\end{tabular}\n\\end{table}\n"
     )
@@ -144,7 +147,8 @@ def html_table(artifact: TableArtifact) -> str:
     )
 
 
-def _tex(text: str) -> str:
+def tex_text(text: str) -> str:
+    """Escape text for LaTeX (pdfLaTeX included: the signs outside ASCII that artifacts use are spelled)."""
     return "".join(_TEX_SPECIAL.get(character, character) for character in text)
 
 

@@ -80,7 +80,7 @@ def canvas(rows: int = 1, columns: int = 1, *, height: float, sharex: bool = Fal
 
 
 def trim(axes: Any, panels: int, *, xlabel: str) -> None:
-    """Hide the grid's places after the first `panels`; name the x axis (and show its ticks) under each column's last."""
+    """Hide the grid's places after the first `panels`; name the x axis under the last panel of each column."""
     for place in axes.flat[panels:]:
         place.set_axis_off()
     for panel in axes.flat[max(0, panels - axes.shape[1]) : panels]:

@@ -1,0 +1,48 @@
+"""Which artifacts and findings answer which question: the one list that the notebooks, paper and report share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of the study: its notebook, the artifacts it saves in order, and the findings that end it."""
+
+    notebook: str
+    title: str
+    artifacts: tuple[str, ...]
+    findings: tuple[str, ...]
+
+
+QUESTIONS = (
+    Question(
+        "01-what-does-a-collective-cost",
+        "What does a collective cost?",
+        ("wire-bytes", "collective-time", "collective-fits"),
+        ("collectives",),
+    ),
+    Question(
+        "02-each-strategy-alone",
+        "What does each strategy do alone?",
+        ("single-throughput", "single-memory", "communication-share", "single-strategies", "engines"),
+        ("single", "engines"),
+    ),
+    Question(
+        "03-which-hybrid-wins",
+        "Which hybrid wins?",
+        ("best-strategy-map", "best-strategies", "hybrid-ranking", "hybrid-strategies", "infeasible"),
+        ("hybrids",),
+    ),
+    Question(
+        "04-transformer-vs-mamba",
+        "Do Transformer and Mamba-2 want different strategies?",
+        ("family-ranking", "family-rankings", "family-effects", "outcomes"),
+        ("families", "outcomes"),
+    ),
+)
+
+
+def artifact_names() -> tuple[str, ...]:
+    """The names of all artifacts, in the order of the questions."""
+    return tuple(name for question in QUESTIONS for name in question.artifacts)
