@@ -13,6 +13,11 @@ from hybridpar.legality import infeasible_reason
 from hybridpar.specs import RunSpec, parse_run_spec
 
 _TESTBED, _TIER = "synthetic", "measured"
+_COLUMNS = {
+    "collectives": [
+        *("run_id", "op", "group", "group_size", "calls", "bytes", "wire_bytes", "seconds", "exposed_seconds"),
+    ],
+}
 
 
 def write(
@@ -43,7 +48,7 @@ def write(
         "memory": [kept for run, row in ok for kept in _memory_rows(run, row)],
     }
     for name, content in frames.items():
-        pd.DataFrame(content).to_parquet(tables / f"{name}.parquet")
+        pd.DataFrame(content, columns=_COLUMNS.get(name)).to_parquet(tables / f"{name}.parquet")
     bench = folder / "bench" / "collectives.parquet"
     bench.parent.mkdir()
     pd.DataFrame(_bench_rows(generator)).to_parquet(bench)

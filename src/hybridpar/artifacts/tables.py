@@ -188,7 +188,7 @@ def infeasible(study: Study) -> Listed:
 
 def family_rankings(study: Study) -> Listed:
     """Rank correlation of the strategies between Transformer and Mamba-2."""
-    name, title = "family-rankings", "Do the rankings agree?"
+    name, title = "family-rankings", "Agreement of the rankings"
     frame = comparison.family_correlations(study)
     if frame.empty:
         return Missing(name, title, captions.nothing("paired Transformer and Mamba-2"))
