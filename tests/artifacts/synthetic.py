@@ -118,6 +118,7 @@ def _run_row(run: RunSpec, index: int, generator: np.random.Generator) -> dict[s
         "global_batch": run.workload.global_batch,
         "micro_batch": run.workload.micro_batch,
         "precision": run.workload.precision,
+        "seed": run.seed,
         "repeat": run.repeat,
         "tokens_per_step": run.tokens_per_step,
         "step_time_s_median": seconds if ok else None,
@@ -128,8 +129,14 @@ def _run_row(run: RunSpec, index: int, generator: np.random.Generator) -> dict[s
 def _step_rows(run: RunSpec, row: dict[str, object], generator: np.random.Generator) -> list[dict[str, object]]:
     seconds = float(str(row["step_time_s_median"]))
     return [
-        {"run_id": run.run_id, "step": step, "seconds": seconds * float(generator.uniform(0.95, 1.1)), "loss": 5.0}
-        for step in range(2, 6)
+        {
+            "run_id": run.run_id,
+            "step": step,
+            "warmup": step < 2,
+            "seconds": seconds * float(generator.uniform(0.95, 1.1)),
+            "loss": (5.0 - 0.1 * step) * (1 + 1e-7 * run.strategy.tp),
+        }
+        for step in range(6)
     ]
 
 

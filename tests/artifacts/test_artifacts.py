@@ -26,6 +26,7 @@ FIGURES: tuple[Callable[[Study], Artifact], ...] = (
 TABLES: tuple[Callable[[Study], Artifact], ...] = (
     tables.wire_bytes,
     tables.collective_fits,
+    tables.loss_parity,
     tables.single_strategies,
     tables.hybrid_strategies,
     tables.engines,

@@ -78,7 +78,8 @@ def test_spearman_of_a_constant_is_undefined() -> None:
 def test_a_cell_pools_the_timed_steps_of_its_repeats(full: Study) -> None:
     table = comparison.cells(full)
     (cell,) = table[(table["model"] == "llama-medium") & (table["strategy"] == "tp2")].to_dict("records")
-    seconds = full.steps[full.steps["run_id"].isin(cell["run_ids"])]["seconds"]
+    steps = full.steps[full.steps["run_id"].isin(cell["run_ids"]) & ~full.steps["warmup"]]
+    seconds = steps["seconds"]
 
     assert cell["runs"] == 2
     assert cell["steps"] == len(seconds) == 8
@@ -96,7 +97,7 @@ def test_the_fastest_cell_of_a_model_and_ranks_is_the_measure_of_the_others(full
 def test_communication_share_is_blocked_time_over_the_step(small: Study) -> None:
     run = small.finished[small.finished["strategy"] == "dp2"]["run_id"].iloc[0]
     blocked = small.collectives[small.collectives["run_id"] == run]["exposed_seconds"].sum()
-    step = small.steps[small.steps["run_id"] == run]["seconds"].median()
+    step = small.steps[(small.steps["run_id"] == run) & ~small.steps["warmup"]]["seconds"].median()
     shares = comparison.communication(small).set_index("run_id")
 
     assert shares.loc[run, "comm_share"] == pytest.approx(blocked / step)
@@ -105,6 +106,15 @@ def test_communication_share_is_blocked_time_over_the_step(small: Study) -> None
 
 def test_one_device_communicates_nothing(lone: Study) -> None:
     assert (comparison.communication(lone)[["wire_mb", "comm_share"]] == 0).all(axis=None)
+
+
+def test_losses_are_compared_step_by_step_with_one_device(small: Study) -> None:
+    runs = comparison.loss_deviations(small).set_index(["model", "strategy"])
+
+    assert runs.loc[("llama-small", "tp4"), "deviation"] == pytest.approx(3e-7, rel=1e-3)
+    assert runs.loc[("llama-small", "dp4"), "deviation"] == 0
+    assert (runs["steps"] == 6).all()
+    assert "one-device" not in runs.index.get_level_values("strategy")
 
 
 def test_engines_are_paired_by_what_they_do(full: Study) -> None:

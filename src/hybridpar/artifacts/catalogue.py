@@ -25,8 +25,8 @@ QUESTIONS = (
     Question(
         "02-each-strategy-alone",
         "What does each strategy do alone?",
-        ("single-throughput", "single-memory", "communication-share", "single-strategies", "engines"),
-        ("single", "engines"),
+        ("loss-parity", "single-throughput", "single-memory", "communication-share", "single-strategies", "engines"),
+        ("losses", "single", "engines"),
     ),
     Question(
         "03-which-hybrid-wins",

@@ -52,7 +52,7 @@ class Spread:
 def timed_steps(study: Study) -> pd.DataFrame:
     """Timed steps of finished runs with `tokens_per_s` of the whole job (tokens of a step over its slowest rank)."""
     runs = study.finished[["run_id", *_CELL, "tokens_per_step"]]
-    steps = study.steps[["run_id", "step", "seconds"]].merge(runs, on="run_id")
+    steps = study.steps.loc[~study.steps["warmup"].astype(bool), ["run_id", "step", "seconds"]].merge(runs, on="run_id")
     return steps.assign(tokens_per_s=steps["tokens_per_step"] / steps["seconds"])
 
 
@@ -112,7 +112,7 @@ def communication(study: Study) -> pd.DataFrame:
 
     A run without any collective (one device) has zero of both.
     """
-    seconds = study.steps.groupby("run_id")["seconds"].median()
+    seconds = timed_steps(study).groupby("run_id")["seconds"].median()
     sums = study.collectives.groupby("run_id")[["wire_bytes", "exposed_seconds"]].sum()
     runs = study.finished[["run_id"]].merge(sums.reset_index(), on="run_id", how="left").fillna(0.0)
     step_s = runs["run_id"].map(seconds)
@@ -255,6 +255,39 @@ def _resampled_rho(steps: pd.DataFrame, strategies: Sequence[str]) -> tuple[floa
 def _resampled_medians(values: Floats, generator: np.random.Generator) -> Floats:
     draws = generator.integers(0, len(values), size=(_RESAMPLES, len(values)))
     return np.asarray(np.median(values[draws], axis=1))
+
+
+def loss_deviations(study: Study) -> pd.DataFrame:
+    """How far the losses of every finished run are from one device's, one row a run that has such a counterpart.
+
+    `deviation` is the largest |loss - reference| / |reference| over the steps (warm-up included); the reference is the
+    model's torch run on one device with the same seed and precision.
+    """
+    columns = [
+        "run_id",
+        "family",
+        "size",
+        "model",
+        "world",
+        "kind",
+        "method",
+        "strategy",
+        "engine",
+        "seed",
+        "precision",
+    ]
+    losses = study.steps[["run_id", "step", "loss"]].merge(study.finished[columns], on="run_id")
+    alone = losses[(losses["kind"] == "one device") & (losses["engine"] == "torch")]
+    same = ["model", "seed", "precision", "step"]
+    reference = alone.drop_duplicates(same)[[*same, "loss", "run_id"]]
+    paired = losses[losses["kind"] != "one device"].merge(reference, on=same, suffixes=("", "_alone"))
+    paired = paired.assign(deviation=(paired["loss"] - paired["loss_alone"]).abs() / paired["loss_alone"].abs())
+    grouped = paired.groupby(columns, observed=True)
+    return _ordered(
+        grouped.agg(deviation=("deviation", "max"), steps=("step", "size"), alone=("run_id_alone", "first"))
+        .reset_index()
+        .assign(tokens_per_s=0.0)
+    ).drop(columns="tokens_per_s")
 
 
 def engine_pairs(study: Study) -> pd.DataFrame:

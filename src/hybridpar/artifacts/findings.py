@@ -113,6 +113,22 @@ def _communication(alone: pd.DataFrame) -> list[Finding]:
     return [Finding("single-communication", text, _ids(shares))]
 
 
+def loss_parity(study: Study) -> list[Finding]:
+    """Whether every strategy trains the same model as one device."""
+    runs = comparison.loss_deviations(study)
+    if runs.empty:
+        return [_nothing("losses", "multi-rank")]
+    parts = []
+    for precision, group in runs.groupby("precision"):
+        worst = group.iloc[int(group["deviation"].to_numpy().argmax())]
+        parts.append(
+            f"{worst['deviation']:.1e} in {precision} ({_count(len(group), 'run')}; largest for {worst['strategy']}, "
+            f"{worst['model']})"
+        )
+    text = f"Losses differ from those of one device, relatively and over all steps, by at most {_and(parts)}."
+    return [Finding("losses", text, tuple(sorted({*runs["run_id"], *runs["alone"]})))]
+
+
 def engines(study: Study) -> list[Finding]:
     """DeepSpeed against torch for the same strategies."""
     pairs = comparison.engine_pairs(study)
@@ -209,6 +225,7 @@ def everything(study: Study) -> dict[str, list[Finding]]:
         "conditions": conditions(study),
         "outcomes": outcomes(study),
         "collectives": collectives(study),
+        "losses": loss_parity(study),
         "single": single_strategies(study),
         "engines": engines(study),
         "hybrids": hybrids(study),

@@ -26,7 +26,7 @@ class Study:
 
     runs: one row a run, with `outcome` and `reason`; columns of the RunSpec and of result.json, and `size`, `kind`,
         `method` (derived here).
-    steps: one row a timed step: `seconds` (slowest rank), `loss`.
+    steps: one row a step, with `warmup`: `seconds` (slowest rank), `loss`.
     collectives: one row a run, operation and group, per timed step (mean over ranks).
     memory: one row a run and category, `bytes` (largest rank).
     bench: one row a measured collective; empty when the benchmark was not run.

@@ -57,7 +57,7 @@ def build(figures_dir: Path, numbers_json: Path, notebooks_dir: Path, paper_pdf:
 
 def _section(question: Question, figures_dir: Path, notebooks_dir: Path, numbers: Any, page_dir: Path) -> str:
     notebook = html.escape(os.path.relpath(notebooks_dir / f"{question.notebook}.html", page_dir))
-    shown = "\n".join(_artifact(figures_dir, name) for name in question.artifacts)
+    shown = "\n".join(_artifact(figures_dir, name, page_dir) for name in question.artifacts)
     return (
         f'<section id="{question.notebook}">\n<h2>{html.escape(question.title)}</h2>\n'
         f"{_sentences(question.findings, numbers)}{shown}\n"
@@ -72,12 +72,15 @@ def _sentences(questions: Iterable[str], numbers: Any) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(numbers[key]['text'])}</li>" for key in keys) + "</ul>\n"
 
 
-def _artifact(figures_dir: Path, name: str) -> str:
+def _artifact(figures_dir: Path, name: str, page_dir: Path) -> str:
     sidecar = json.loads(_read(figures_dir / f"{name}.json", "the notebooks"))
     caption, title = html.escape(sidecar["caption"]), html.escape(sidecar["title"])
     if sidecar["kind"] == "missing":
         return f'<p class="missing"><strong>{title}.</strong> {caption}</p>'
-    source = f'<p class="source">{len(sidecar["run_ids"])} runs; commit {sidecar["commit"] or "unknown"}.</p>'
+    source = (
+        f'<p class="source">From {len(sidecar["run_ids"])} runs, drawn at commit {sidecar["commit"] or "unknown"}. '
+        f"{_links(figures_dir, name, page_dir)}</p>"
+    )
     if sidecar["kind"] == "table":
         table = _read(figures_dir / f"{name}.html", "the notebooks")
         return f'<h3>{title}</h3>\n<div class="scroll">{table}</div>\n{source}'
@@ -85,6 +88,14 @@ def _artifact(figures_dir: Path, name: str) -> str:
     return (
         f'<figure id="{name}">\n<img alt="{title}" src="data:image/png;base64,{picture}">\n'
         f"<figcaption><strong>{title}.</strong> {caption}</figcaption>\n</figure>\n{source}"
+    )
+
+
+def _links(figures_dir: Path, name: str, page_dir: Path) -> str:
+    """The files of an artifact, for those who go on with them."""
+    files = [path for suffix in ("pdf", "csv", "tex", "json") if (path := figures_dir / f"{name}.{suffix}").exists()]
+    return " ".join(
+        f'<a href="{html.escape(os.path.relpath(path, page_dir))}">{path.suffix[1:].upper()}</a>' for path in files
     )
 
 

@@ -27,6 +27,11 @@ def number(digits: int = 0, scale: float = 1.0) -> Callable[[Any], str]:
     return write
 
 
+def scientific(value: float) -> str:
+    """Writes a small ratio as a power of ten."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
 def yes_no(value: Any) -> str:
     """Writes a truth value."""
     return "yes" if value else "no"
@@ -120,6 +125,44 @@ def _strategies(study: Study, frame: pd.DataFrame, name: str, title: str, kind: 
         f"communication. {captions.conditions(study)}"
     )
     return TableArtifact(name, title, caption, study.provenance(frame["run_ids"].explode()), frame, columns)
+
+
+def loss_parity(study: Study) -> Listed:
+    """How far losses are from one device's, for each model and engine."""
+    name, title = "loss-parity", "Losses against one device"
+    runs = comparison.loss_deviations(study)
+    if runs.empty:
+        return Missing(name, title, captions.nothing("multi-rank"))
+    runs = runs.sort_values("deviation", ascending=False, kind="stable")
+    frame = (
+        runs.groupby(["model", "precision", "engine"], sort=True)
+        .agg(
+            runs=("run_id", "size"),
+            strategies=("strategy", "nunique"),
+            steps=("steps", "max"),
+            median=("deviation", "median"),
+            largest=("deviation", "max"),
+            worst=("strategy", "first"),
+        )
+        .reset_index()
+    )
+    columns = (
+        _MODEL,
+        Column("precision", "precision"),
+        Column("engine", "engine"),
+        _numeric("strategies", "strategies"),
+        _numeric("runs", "runs"),
+        _numeric("steps", "steps"),
+        Column("median", "median", scientific, numeric=True),
+        Column("largest", "largest", scientific, numeric=True),
+        Column("worst", "in", captions.short),
+    )
+    caption = (
+        "Largest relative deviation of a run's losses from those of one device, over all steps; its median and largest "
+        f"value over the runs, and the strategy of the largest. {captions.conditions(study, times=False)}"
+    )
+    ids = pd.concat([runs["run_id"], runs["alone"]])
+    return TableArtifact(name, title, caption, study.provenance(ids), frame, columns)
 
 
 def engines(study: Study) -> Listed:
