@@ -66,7 +66,8 @@ def _counts(study: Study) -> Iterator[tuple[str, Number]]:
     yield "steps-timed", _whole(len(comparison.timed_steps(study)), "steps", ok)
     yield "models", _whole(finished["model"].nunique(), "models", ok)
     yield "strategies", _whole(finished["strategy"].nunique(), "strategies", ok)
-    yield "repeats", _whole(finished["repeat"].nunique(), "repeats", ok)
+    repeats = finished["repeat"].nunique()
+    yield "repeats", Number(repeats, "repeats", "once" if repeats == 1 else f"{repeats} times", ok)
     yield "ranks-list", _listed(finished, "world", ok)
     yield "model-list", _listed(finished, "model", ok)
     for column in ("precision", "seq_len", "global_batch"):
