@@ -1,0 +1,46 @@
+"""What trains: the one interface behind which torch and DeepSpeed, and every layout, look alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: mean loss over the global batch (nats per token), and the global norm before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tensors this rank holds between steps, by category (plain local tensors)."""
+
+    parameters: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+    optimizer: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+
+
+class Engine(Protocol):
+    """A model laid out over ranks with its optimizer. All methods are collective."""
+
+    def step(self, tokens: Tensor, targets: Tensor) -> StepResult:
+        """Train on this data replica's share of the global batch, (m*b, S) int64 each; the same on its tp and pp ranks."""
+        ...
+
+    def parts(self) -> Parts:
+        """What this rank holds now."""
+        ...
+
+    def dense_parameters(self) -> dict[str, Tensor]:
+        """Every parameter, whole, by its name in the one-device model; on every rank."""
+        ...
+
+    def dense_gradients(self) -> dict[str, Tensor]:
+        """Every gradient of the last step as the optimizer used it (clipped), whole; on every rank."""
+        ...
