@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridpar.mesh import AXES, Axis, Coordinate, RankGrid
@@ -31,7 +32,7 @@ def start(rank: int, world: int, store_path: Path, device: str, deadline_s: floa
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine; no name look-ups
     dist.init_process_group(
         _backend(device),
-        store=dist.FileStore(str(store_path), world),
+        store=FileStore(str(store_path), world),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=deadline_s),

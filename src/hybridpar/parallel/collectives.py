@@ -92,8 +92,8 @@ class TensorRegion:
 
     def enter(self, x: Tensor) -> Tensor:
         """(b, S, d) -> (b, S, d); with sequence parallelism (b, S/t, d) -> (b, S, d)."""
-        return (_GatherSequence if self.sequence_parallel else _Copy).apply(x, self.group)  # type: ignore[no-any-return]
+        return (_GatherSequence if self.sequence_parallel else _Copy).apply(x, self.group)
 
     def leave(self, partial: Tensor) -> Tensor:
         """Sum over the group: (b, S, d) -> (b, S, d); with sequence parallelism -> (b, S/t, d)."""
-        return (_ScatterSequence if self.sequence_parallel else _Reduce).apply(partial, self.group)  # type: ignore[no-any-return]
+        return (_ScatterSequence if self.sequence_parallel else _Reduce).apply(partial, self.group)

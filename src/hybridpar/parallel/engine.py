@@ -30,7 +30,7 @@ class Engine(Protocol):
     """A model laid out over ranks with its optimizer. All methods are collective."""
 
     def step(self, tokens: Tensor, targets: Tensor) -> StepResult:
-        """Train on this data replica's share of the global batch, (m*b, S) int64 each; the same on its tp and pp ranks."""
+        """Train on this replica's share of the global batch, (m*b, S) int64 each; equal on its tp and pp ranks."""
         ...
 
     def parts(self) -> Parts:

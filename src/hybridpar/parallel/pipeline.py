@@ -6,7 +6,6 @@ Sources: Huang et al. 2019, arXiv 1811.06965 (GPipe); Narayanan et al. 2021, arX
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +52,12 @@ def build_schedule(
 
 def run_schedule(
     schedule: PipelineScheduleSingle, stage: int, stages: int, tokens: Tensor, targets: Tensor
-) -> list[Any]:
+) -> list[Tensor]:
     """Forward and backward of all micro-batches; the losses, one a micro-batch, on the last stage."""
     losses: list[Tensor] = []
-    last = {"target": targets, "losses": losses} if stage == stages - 1 else {}
-    schedule.step(*((tokens,) if stage == 0 else ()), **last)
+    inputs = (tokens,) if stage == 0 else ()
+    if stage == stages - 1:
+        schedule.step(*inputs, target=targets, losses=losses)
+    else:
+        schedule.step(*inputs)
     return losses

@@ -14,4 +14,4 @@ def recompute_blocks(lm: LanguageModel) -> None:
     for block in lm.blocks.values():
         # Nothing in the models is random, so no generator state is kept.
         again = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-        block.forward = again  # type: ignore[method-assign]
+        block.forward = again

@@ -43,7 +43,7 @@ def split_tensor_parallel(lm: LanguageModel, region: TensorRegion, first_token: 
         if isinstance(block, MambaBlock):
             _split_mamba(block.mamba, region, tp)
     if lm.embed is not None:
-        lm.embed.forward = partial(_embed, lm.embed, region, first_token)  # type: ignore[method-assign]
+        lm.embed.forward = partial(_embed, lm.embed, region, first_token)
     if lm.head is not None:
         lm.head.register_forward_pre_hook(lambda _, args: (region.enter(args[0]),))
 
@@ -127,4 +127,4 @@ def vocab_parallel_loss(logits: Tensor, targets: Tensor, *, first: int, group: d
         scalar, the same on every rank of the group.
     """
     wide = logits.to(statistics_dtype(logits))
-    return _VocabParallelCrossEntropy.apply(wide, targets, first, group).mean()  # type: ignore[no-any-return]
+    return _VocabParallelCrossEntropy.apply(wide, targets, first, group).mean()

@@ -1,0 +1,269 @@
+"""Sharded equals dense: a layout's losses, gradients and parameters against one device.
+
+A layout trains the same model on the same batches as one device does; then every number that a user could see is
+compared. The relative deviation of a tensor is max|a - b| / max(|b|max, s), where s is `_FLOOR` times the largest
+magnitude among all tensors of its kind: below that, differences are rounding of sums that cancel.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybridpar.launch.forked import fork_ranks, values
+from hybridpar.legality import infeasible_reason
+from hybridpar.specs import RunSpec, Strategy, parse_run_spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FLOOR = 1e-3
+_DEADLINE_S = 120.0
+
+# Largest relative deviation allowed. Orders of summation differ between layouts, so float32 rounding (6e-8) is
+# amplified by sums over tokens; AdamW divides by gradients' own size, which amplifies it again in parameters whose
+# gradient nearly cancels. bf16 has 8 bits: its limit only catches gross faults.
+TOLERANCES: Mapping[str, Mapping[str, float]] = {
+    "fp64": {"loss": 1e-9, "grad_norm": 1e-9, "gradient": 1e-9, "parameter": 1e-9},
+    "fp32": {"loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-5, "parameter": 1e-5},
+    "bf16": {"loss": 2e-2, "grad_norm": 5e-2, "gradient": 2e-1, "parameter": 5e-2},
+}
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What a layout did: one loss and norm a step, gradients of the last step, parameters after it, by dense name."""
+
+    loss: tuple[float, ...]
+    grad_norm: tuple[float, ...]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """One layout against one device. `refused` is the reason of an illegal layout, `failed` that of a broken run."""
+
+    run: RunSpec
+    deviations: Mapping[str, float]
+    worst: Mapping[str, str]
+    refused: str | None = None
+    failed: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Every deviation is within the tolerance of the run's precision."""
+        limits = TOLERANCES[self.run.workload.precision]
+        return bool(self.deviations) and all(self.deviations[kind] <= limit for kind, limit in limits.items())
+
+    @property
+    def verdict(self) -> str:
+        """equal, differs, refused or failed."""
+        if self.refused:
+            return "refused"
+        if self.failed:
+            return "failed"
+        return "equal" if self.equal else "differs"
+
+    def row(self) -> dict[str, Any]:
+        """Plain data for a table."""
+        return {
+            "family": self.run.model.family,
+            "model": self.run.model.name,
+            "layout": self.run.strategy.label,
+            "devices": self.run.strategy.devices,
+            "precision": self.run.workload.precision,
+            "verdict": self.verdict,
+            **{kind: self.deviations.get(kind) for kind in TOLERANCES["fp64"]},
+            "worst_gradient": self.worst.get("gradient"),
+            "worst_parameter": self.worst.get("parameter"),
+            "reason": self.refused or self.failed,
+        }
+
+
+class Parity:
+    """Compares layouts with one device, whose trajectory is computed once per model, workload and seed."""
+
+    def __init__(self) -> None:
+        self._dense: dict[RunSpec, Trajectory] = {}
+
+    def compare(self, run: RunSpec) -> ParityReport:
+        """Run one layout in forked ranks and compare it."""
+        refused = infeasible_reason(run)
+        if refused:
+            return ParityReport(run, {}, {}, refused=refused)
+        try:
+            return _report(run, trajectory(run), self._one_device(run))
+        except RuntimeError as error:
+            return ParityReport(run, {}, {}, failed=str(error))
+
+    def sweep(self, runs: Iterable[RunSpec]) -> Iterator[ParityReport]:
+        """Compare one after the other."""
+        return (self.compare(run) for run in runs)
+
+    def _one_device(self, run: RunSpec) -> Trajectory:
+        dense = run.model_copy(update={"strategy": Strategy()})
+        if dense not in self._dense:
+            self._dense[dense] = trajectory(dense)
+        return self._dense[dense]
+
+
+def trajectory(run: RunSpec) -> Trajectory:
+    """Train `run` in forked ranks on random tokens that depend on its seed alone.
+
+    Raises:
+        RuntimeError: a rank failed; the message holds the end of its log.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="hybridpar-parity-"))
+    try:
+        exits = fork_ranks(
+            run.strategy.devices, lambda rank: _rank(run, rank, folder), deadline_s=_DEADLINE_S, log_dir=folder
+        )
+        result: Trajectory = values(exits)[0]
+        return result
+    finally:
+        shutil.rmtree(folder)
+
+
+def _rank(run: RunSpec, rank: int, folder: Path) -> Trajectory | None:
+    import torch
+
+    from hybridpar.comm.process_group import ProcessMesh, start, stop
+    from hybridpar.parallel.apply import build_engine
+
+    torch.set_num_threads(run.cluster.threads_per_rank)
+    start(rank, run.strategy.devices, folder / "store", "cpu", _DEADLINE_S)
+    mesh = ProcessMesh.build(run.strategy)
+    engine = build_engine(run, mesh)
+    share = run.workload.global_batch // run.strategy.dp
+    mine = slice(mesh.coordinate.dp * share, (mesh.coordinate.dp + 1) * share)
+    results = []
+    for tokens in _batches(run):
+        batch = torch.from_numpy(tokens[mine])
+        results.append(engine.step(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()))
+    gradients, parameters = engine.dense_gradients(), engine.dense_parameters()
+    stop()
+    if rank:
+        return None
+    return Trajectory(
+        tuple(result.loss for result in results), tuple(result.grad_norm for result in results), gradients, parameters
+    )
+
+
+def _batches(run: RunSpec) -> Iterator[np.ndarray]:
+    generator = np.random.default_rng(run.seed)
+    shape = (run.workload.global_batch, run.workload.seq_len + 1)
+    for _ in range(run.workload.steps):
+        yield generator.integers(0, run.model.vocab, shape)
+
+
+def _report(run: RunSpec, sharded: Trajectory, dense: Trajectory) -> ParityReport:
+    gradient, worst_gradient = _worst(sharded.gradients, dense.gradients)
+    parameter, worst_parameter = _worst(sharded.parameters, dense.parameters)
+    deviations = {
+        "loss": _largest_relative(sharded.loss, dense.loss),
+        "grad_norm": _largest_relative(sharded.grad_norm, dense.grad_norm),
+        "gradient": gradient,
+        "parameter": parameter,
+    }
+    return ParityReport(run, deviations, {"gradient": worst_gradient, "parameter": worst_parameter})
+
+
+def _largest_relative(sharded: tuple[float, ...], dense: tuple[float, ...]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(sharded, dense, strict=True))
+
+
+def _worst(sharded: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative deviation and the name of its tensor; a missing or extra name is infinitely wrong."""
+    strange = sorted(set(sharded) ^ set(dense))
+    if strange:
+        return float("inf"), strange[0]
+    floor = _FLOOR * max(tensor.abs().max().item() for tensor in dense.values())
+    deviations = {
+        name: ((sharded[name].double() - tensor.double()).abs().max() / max(tensor.abs().max().item(), floor)).item()
+        for name, tensor in dense.items()
+    }
+    name = max(deviations, key=deviations.__getitem__)
+    return deviations[name], name
+
+
+# Small odd models: a vocabulary and layers that do not divide evenly, fewer key/value heads, a ragged last chunk.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "transformer": {"layers": 5, "hidden": 32, "heads": 8, "kv_heads": 4, "ffn_hidden": 48, "vocab": 67},
+    "mamba2": {"layers": 5, "hidden": 32, "ssm_state": 8, "ssm_head_dim": 8, "ssm_chunk": 8, "vocab": 67},
+    "hybrid": {
+        "layers": 6,
+        "pattern": "MMA",
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn_hidden": 48,
+        "ssm_state": 8,
+        "ssm_head_dim": 8,
+        "ssm_groups": 4,
+        "ssm_chunk": 8,
+        "vocab": 67,
+    },
+}
+WORKLOAD: Mapping[str, Any] = {"seq_len": 20, "global_batch": 8, "micro_batch": 1, "steps": 2, "grad_clip": 0.5}
+
+
+def torch_layouts(largest: int = 8) -> list[dict[str, Any]]:
+    """Every single strategy and product of dp, tp and pp on up to `largest` devices, with their options."""
+    single: list[dict[str, Any]] = [{"dp": n, "zero": zero} for n in (2, 4) for zero in (0, 1, 2, 3)]
+    single += [{"dp": 2, "overlap": False}, {"recompute": "full"}]
+    single += [{"tp": n, "sp": sp} for n in (2, 4) for sp in (False, True)]
+    single += [{"pp": n, "schedule": schedule} for n in (2, 4) for schedule in ("gpipe", "1f1b")]
+    pairs: list[dict[str, Any]] = [
+        {"dp": 2, "tp": 2, "zero": zero, "sp": sp} for zero in (0, 1, 2, 3) for sp in (False, True)
+    ]
+    pairs += [
+        {"dp": 2, "pp": 2, "zero": zero, "schedule": schedule}
+        for zero in (0, 1, 2, 3)
+        for schedule in ("gpipe", "1f1b")
+    ]
+    pairs += [{"tp": 2, "pp": 2, "sp": sp} for sp in (False, True)]
+    pairs += [{"dp": 4, "tp": 2}, {"dp": 2, "tp": 4, "sp": True, "zero": 3}, {"dp": 4, "pp": 2, "zero": 1}]
+    pairs += [{"dp": 2, "pp": 4}, {"tp": 4, "pp": 2, "sp": True}, {"tp": 2, "pp": 4}]
+    triples: list[dict[str, Any]] = [
+        {"dp": 2, "tp": 2, "pp": 2, "zero": zero, "sp": sp} for zero in (0, 1, 2, 3) for sp in (False, True)
+    ]
+    triples += [{"dp": 2, "tp": 2, "pp": 2, "zero": 3, "sp": True, "schedule": "gpipe", "recompute": "full"}]
+    return [layout for layout in single + pairs + triples if _devices(layout) <= largest]
+
+
+def deepspeed_layouts(largest: int = 8) -> list[dict[str, Any]]:
+    """What the second engine offers: ZeRO-0 to 3 over replicas, PipelineModule, and the product."""
+    layouts: list[dict[str, Any]] = [{"dp": n, "zero": zero} for n in (2, 4) for zero in (0, 1, 2, 3)]
+    layouts += [{"dp": 2, "pp": 2, "zero": 1}, {"dp": 2, "pp": 4, "zero": 1}, {"dp": 4, "pp": 2, "zero": 1}]
+    layouts += [{"pp": 2, "dp": 1}, {"pp": 4, "dp": 1}]
+    return [{"engine": "deepspeed", **layout} for layout in layouts if _devices(layout) <= largest]
+
+
+def _devices(layout: Mapping[str, Any]) -> int:
+    return Strategy.model_validate(layout).devices
+
+
+def layouts_to_compare(
+    families: Iterable[str], *, precision: str = "fp64", largest: int = 8, layouts: Iterable[Mapping[str, Any]] = ()
+) -> list[RunSpec]:
+    """Run specs of the sweep: the given layouts (by default all torch ones) for each family."""
+    chosen = list(layouts) or torch_layouts(largest)
+    return [
+        parse_run_spec(
+            {
+                "model": {"name": f"parity-{family}", "family": family, **MODELS[family]},
+                "workload": {**WORKLOAD, "precision": precision},
+                "strategy": dict(layout),
+                "cluster": {"device": "cpu"},
+            }
+        )
+        for family in families
+        for layout in chosen
+    ]
