@@ -108,6 +108,7 @@ def _run_row(run: RunSpec, index: int, generator: np.random.Generator) -> dict[s
         "testbed": _TESTBED,
         "tier": _TIER,
         "device": "cpu",
+        "cores": 2,
         "model": run.model.name,
         "family": run.model.family,
         "strategy": s.label,

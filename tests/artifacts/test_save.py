@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from hybridpar.artifacts import figures, tables
@@ -80,6 +81,15 @@ def test_every_tex_table_compiles(full: Study, tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_a_missing_column_is_named(small_paths: tuple[Path, Path], tmp_path: Path) -> None:
+    for path in small_paths[0].iterdir():
+        shutil.copy(path, tmp_path)
+    pd.read_parquet(tmp_path / "steps.parquet").drop(columns="loss").to_parquet(tmp_path / "steps.parquet")
+
+    with pytest.raises(InputError, match=r"steps\.parquet has no column loss"):
+        load(tmp_path, small_paths[1])
 
 
 def test_missing_tables_are_named(tmp_path: Path) -> None:

@@ -39,18 +39,13 @@ def conditions(study: Study, *, times: bool = True) -> str:
 
 
 def hardware(study: Study) -> str:
-    """Device, backend and versions of the finished runs, e.g. `CPU, gloo, 2 cores, torch 2.13.0`."""
-    backend = "CPU, gloo" if runs_on_cpu(study) else "CUDA, NCCL"
-    finished = study.finished
-    extras = [
-        f"{finished[column].dropna().astype(str).mode().iat[0]} {word}".strip()
-        for column, word in (("cores", "cores"),)
-        if column in finished and finished[column].notna().any()
-    ]
-    return ", ".join([backend, *extras])
+    """Device and backend of the finished runs and, for CPUs, how many cores they shared: `CPU, gloo, 2 cores`."""
+    if not runs_on_cpu(study):
+        return "CUDA, NCCL"
+    cores = sorted(int(count) for count in study.finished["cores"].dropna().unique())
+    return "CPU, gloo" + (f", {' or '.join(map(str, cores))} cores" if cores else "")
 
 
 def runs_on_cpu(study: Study) -> bool:
     """Whether the runs computed on CPUs."""
-    devices = study.finished["device"].dropna().astype(str) if "device" in study.finished else None
-    return devices is None or not devices.str.startswith("cuda").any()
+    return not study.finished["device"].astype(str).str.startswith("cuda").any()

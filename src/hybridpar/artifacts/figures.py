@@ -101,8 +101,8 @@ def single_memory(study: Study) -> Drawn:
     handles = [Patch(color=style.CATEGORY_COLOURS[category], label=category) for category in MEMORY_CATEGORIES]
     style.legend_below(figure, handles)
     caption = (
-        "Peak bytes by category on the rank that holds most, counted in a warm-up step; median over repeats. "
-        "Categories peak at different moments, so that their sum may exceed the total. "
+        "Peak bytes of each category on the rank that holds most of it, counted in a warm-up step; median over "
+        "repeats. "
         f"{captions.conditions(study, times=False)}"
     )
     return FigureArtifact(name, title, caption, study.provenance(_ids(table)), figure)

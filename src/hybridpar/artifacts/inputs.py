@@ -16,8 +16,22 @@ MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buf
 _WORKLOAD = ("seq_len", "global_batch", "micro_batch", "precision")
 
 
+# What is read of each table; more columns may be there.
+COLUMNS = {
+    "runs": (
+        *("run_id", "outcome", "reason", "testbed", "tier", "model", "family", "strategy", "engine", "world"),
+        *("dp", "tp", "pp", "cp", "zero", "sp", "schedule", "overlap", "seq_len", "global_batch", "micro_batch"),
+        *("precision", "seed", "repeat", "tokens_per_step", "mfu", "device", "cores"),
+    ),
+    "steps": ("run_id", "step", "warmup", "seconds", "loss"),
+    "collectives": ("run_id", "op", "group", "group_size", "calls", "bytes", "wire_bytes", "exposed_seconds"),
+    "memory": ("run_id", "category", "bytes"),
+    "bench": ("op", "world", "bytes", "repeat", "seconds", "wire_bytes", "tier"),
+}
+
+
 class InputError(ValueError):
-    """The tables are not there; the message names the file and what makes it."""
+    """A table or a column is not there; the message names the file and what makes it."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +76,29 @@ def load(tables_dir: str | Path, bench_path: str | Path, name: str | None = None
     """Read the tables of a study and, where it exists, the collective benchmark. `name` is the folder's by default.
 
     Raises:
-        InputError: a table of the study is missing.
+        InputError: a table of the study is missing, or lacks a column.
     """
     folder = Path(tables_dir)
-    tables = {name: _read(folder / f"{name}.parquet") for name in ("runs", "steps", "collectives", "memory")}
+    tables = {name: _read(folder / f"{name}.parquet", name) for name in ("runs", "steps", "collectives", "memory")}
     bench = Path(bench_path)
-    columns = ["op", "world", "bytes", "repeat", "seconds", "wire_bytes", "tier"]
     return Study(
         name=name or folder.name,
         runs=_with_derived_columns(tables["runs"]),
         steps=tables["steps"],
         collectives=tables["collectives"],
         memory=tables["memory"],
-        bench=pd.read_parquet(bench) if bench.exists() else pd.DataFrame(columns=columns),
+        bench=_read(bench, "bench") if bench.exists() else pd.DataFrame(columns=list(COLUMNS["bench"])),
     )
 
 
-def _read(path: Path) -> pd.DataFrame:
+def _read(path: Path, table: str) -> pd.DataFrame:
     if not path.exists():
         raise InputError(f"{path} does not exist; the workflow's table rule writes it from the run folders")
-    return pd.read_parquet(path)
+    frame = pd.read_parquet(path)
+    lacking = [column for column in COLUMNS[table] if column not in frame]
+    if lacking:
+        raise InputError(f"{path} has no column {', '.join(lacking)}; write it anew with this version")
+    return frame
 
 
 def _with_derived_columns(runs: pd.DataFrame) -> pd.DataFrame:
@@ -96,11 +113,8 @@ def _with_derived_columns(runs: pd.DataFrame) -> pd.DataFrame:
 
 def _model_labels(runs: pd.DataFrame) -> pd.Series:
     """The model's name; with its workload where the study trains one model under several."""
-    workload = [column for column in _WORKLOAD if column in runs]
-    variants = runs.groupby("model")[workload].transform("nunique").max(axis=1) if workload else None
-    if variants is None or not (variants > 1).any():
-        return runs["model"]
-    text = runs[workload].astype(str).agg(" ".join, axis=1)
+    variants = runs.groupby("model")[list(_WORKLOAD)].transform("nunique").max(axis=1)
+    text = runs[list(_WORKLOAD)].astype(str).agg(" ".join, axis=1)
     return runs["model"].where(variants == 1, runs["model"] + " (" + text + ")")
 
 
