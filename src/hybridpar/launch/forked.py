@@ -4,7 +4,7 @@ The parent imports what its ranks need once (`preload`), so that a fork starts a
 fresh interpreter takes seconds. Rules that keep it safe: the parent starts no threads before it forks (no tensor is
 computed in it), every rank is its own process group, dies with its parent (PR_SET_PDEATHSIG) and leaves by
 `os._exit` (destructors of torch's reducers can deadlock with gloo's threads).
-No torch here.
+No torch at import.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -21,17 +22,27 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from hybridpar.launch.environment import gpu_names
 
 _POLL_S = 0.01
-_STACKS_GRACE_S = 0.5
+STACKS_GRACE_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 4000
+_PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "hybridpar.launch.rank",
+)
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended. `killed_by_launcher` tells the victims of a failure from its cause."""
+    """How one rank ended. `killed_by_launcher` tells the victims of a failure from its cause, `ended_at` (unix s)
+    the first failure from those that followed."""
 
     rank: int
     exit_code: int | None
@@ -39,6 +50,7 @@ class RankExit:
     killed_by_launcher: bool
     log_tail: str
     stacks: str
+    ended_at: float = 0.0
     value: Any = None
 
     @property
@@ -53,6 +65,13 @@ class _Rank:
     pid: int
     status: int | None = None
     killed: bool = False
+    ended_at: float = 0.0
+
+    def ended(self, status: int) -> None:
+        self.status = status
+        self.ended_at = time.time()
+        # asked for its stacks before it could answer: it died of our question
+        self.killed |= os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGUSR1
 
 
 @dataclass
@@ -61,9 +80,9 @@ class _Ranks:
 
     def poll(self) -> None:
         for member in self.running():
-            with contextlib.suppress(ChildProcessError):
-                pid, status = os.waitpid(member.pid, os.WNOHANG)
-                member.status = status if pid else None
+            pid, status = os.waitpid(member.pid, os.WNOHANG)
+            if pid:
+                member.ended(status)
 
     def running(self) -> list[_Rank]:
         return [member for member in self.members if member.status is None]
@@ -80,14 +99,14 @@ class _Ranks:
         """End all that run; first ask for their stacks where the ranks themselves did not fail."""
         if stacks and self.running():
             self.signal(signal.SIGUSR1)
-            time.sleep(_STACKS_GRACE_S)
-            self.poll()
+            time.sleep(STACKS_GRACE_S)
+            self.poll()  # and some may have failed by themselves meanwhile: their own words are evidence too
         for member in self.running():
             member.killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(member.pid, signal.SIGKILL)
         for member in self.running():
-            _, member.status = os.waitpid(member.pid, 0)
+            member.ended(os.waitpid(member.pid, 0)[1])
 
 
 def fork_ranks(
@@ -115,7 +134,7 @@ def fork_ranks(
         leftover.unlink()
     ranks = _Ranks()
     end = time.monotonic() + deadline_s
-    with _terminate_as_interrupt():
+    with terminate_as_interrupt():
         try:
             for rank in range(world):
                 ranks.members.append(_Rank(rank, _fork(rank, body, log_dir)))
@@ -135,7 +154,7 @@ def _wait(ranks: _Ranks, end: float) -> None:
 
 
 @contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
+def terminate_as_interrupt() -> Iterator[None]:
     """SIGTERM (a scheduler's wish) unwinds like Ctrl-C, so that the ranks are ended with their launcher."""
 
     def interrupt(_signal: int, _frame: object) -> None:
@@ -157,15 +176,18 @@ def _fork(rank: int, body: Callable[[int], Any], log_dir: Path) -> int:
     sys.stderr.flush()
     parent = os.getpid()
     pid = os.fork()
-    if pid:
-        with contextlib.suppress(OSError):  # both sides set it: whichever comes first, a kill reaches the group
-            os.setpgid(pid, pid)
-        return pid
+    if pid == 0:
+        leave_after(lambda: _be_rank(rank, body, log_dir, parent))
+    with contextlib.suppress(OSError):  # both sides set it: whichever comes first, a kill reaches the group
+        os.setpgid(pid, pid)
+    return pid
+
+
+def leave_after(work: Callable[[], None]) -> NoReturn:
+    """Do the work and end this process at once, with code 0, or 1 and a traceback; no destructor runs after it."""
     code = 1
     try:
-        _become_rank(rank, log_dir, parent)
-        value = body(rank)
-        (log_dir / f"rank-{rank}.value").write_bytes(pickle.dumps(value))
+        work()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -176,13 +198,29 @@ def _fork(rank: int, body: Callable[[int], Any], log_dir: Path) -> int:
         os._exit(code)
 
 
+def _be_rank(rank: int, body: Callable[[int], Any], log_dir: Path, parent: int) -> None:
+    _become_rank(rank, log_dir, parent)
+    value = body(rank)
+    (log_dir / f"rank-{rank}.value").write_bytes(pickle.dumps(value))
+
+
 def _become_rank(rank: int, log_dir: Path, parent: int) -> None:
     os.setpgid(0, 0)
+    die_with(parent)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its ranks
+    write_to_logs(rank, log_dir)
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when `parent` dies, however it dies."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked to die with it
         os._exit(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends its ranks
+
+
+def write_to_logs(rank: int, log_dir: Path) -> None:
+    """Send stdout and stderr to rank-<r>.log, and the stacks of all threads to rank-<r>.stacks on SIGUSR1."""
     log = os.open(log_dir / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -202,17 +240,31 @@ def _exit_of(member: _Rank, log_dir: Path) -> RankExit:
         exit_code=None if signalled else os.WEXITSTATUS(status),
         signal=os.WTERMSIG(status) if signalled else None,
         killed_by_launcher=member.killed,
-        log_tail=_tail(log_dir / f"rank-{member.rank}.log"),
-        stacks=_tail(log_dir / f"rank-{member.rank}.stacks"),
+        log_tail=tail(log_dir / f"rank-{member.rank}.log"),
+        stacks=tail(log_dir / f"rank-{member.rank}.stacks"),
+        ended_at=member.ended_at,
         value=pickle.loads(value_file.read_bytes()) if value_file.exists() and status == 0 else None,
     )
 
 
-def _tail(path: Path) -> str:
+def tail(path: Path) -> str:
+    """The end of a log; empty when there is none."""
     try:
         return path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     except OSError:
         return ""
+
+
+def preload(*, deepspeed: bool = False) -> None:
+    """Import all that a rank of a training run needs, so that forks find it; a second or five, once.
+
+    Imports start no threads of torch (its pools come with the first operator, and none runs here); the BLAS of numpy
+    ends its own at a fork.
+    """
+    if deepspeed and not gpu_names():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    for module in (*_PRELOADED, *(("deepspeed", "deepspeed.pipe") if deepspeed else ())):
+        importlib.import_module(module)
 
 
 def values(exits: Sequence[RankExit]) -> list[Any]:

@@ -1,0 +1,79 @@
+"""What one rank of a training run does, however it was started; as a module, the entry of torchrun's workers:
+
+python -m torch.distributed.run ... -m hybridpar.launch.rank SPEC.json DIR DEVICE
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hybridpar import corpus
+from hybridpar.comm import process_group
+from hybridpar.events import EventWriter
+from hybridpar.launch.folder import RunFolder
+from hybridpar.launch.forked import die_with, leave_after, write_to_logs
+from hybridpar.specs import RunSpec, load_run_spec
+from hybridpar.train import train
+
+
+def run_rank(run: RunSpec, rank: int, directory: Path, device: str, data: Path, join: Callable[[], None]) -> None:
+    """Join the world, train, leave; everything worth knowing goes into events-<rank>.jsonl.
+
+    Args:
+        run: what to train.
+        rank: this process.
+        directory: the run's folder.
+        device: "cpu" or "cuda".
+        data: a prepared corpus.
+        join: starts torch.distributed.
+    """
+    with EventWriter(directory, rank) as events:
+        events.emit("start", pid=os.getpid(), host=socket.gethostname(), device=device)
+        try:
+            torch.set_num_threads(run.cluster.threads_per_rank)
+            events.emit("phase", name="join")
+            join()
+            mesh = process_group.ProcessMesh.build(run.strategy)
+            train(run, mesh, corpus.Corpus.open(data), events.emit)
+            events.emit("phase", name="leave")
+            process_group.stop()
+        except BaseException as error:
+            events.emit("error", type=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+            raise
+        events.emit("end")
+
+
+def forked_body(run: RunSpec, folder: RunFolder, device: str, data: Path) -> Callable[[int], None]:
+    """The body of a rank forked from a warm parent."""
+
+    def body(rank: int) -> None:
+        def join() -> None:
+            process_group.start(rank, run.strategy.devices, folder.store, device, run.cluster.deadline_s)
+
+        run_rank(run, rank, folder.path, device, data, join)
+
+    return body
+
+
+def main(spec: str, directory: str, device: str, data: str) -> None:
+    """One worker of torchrun."""
+    die_with(os.getppid())
+    folder, rank = RunFolder(Path(directory)), int(os.environ["RANK"])
+    write_to_logs(rank, folder.logs)
+    run = load_run_spec(Path(spec))
+
+    def join() -> None:
+        process_group.start_from_environment(device, run.cluster.deadline_s)
+
+    leave_after(lambda: run_rank(run, rank, folder.path, device, Path(data), join))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

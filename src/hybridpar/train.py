@@ -1,0 +1,105 @@
+"""One RunSpec on one rank: build the engine, take the steps, tell what happened.
+
+A step is timed from the call of the engine to its return, on CUDA with the device drained at both ends; no barrier is
+added, so a rank that waits for others shows it. Memory is accounted on the first warm-up step alone, because looking
+at every saved tensor slows a step down.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridpar.comm.metered import meter
+from hybridpar.events import Emit
+from hybridpar.measure.memory import MemoryAccountant
+from hybridpar.models.lm import LanguageModel
+from hybridpar.parallel.apply import build_engine
+from hybridpar.parallel.engine import Engine, StepResult
+
+if TYPE_CHECKING:
+    from hybridpar.comm.process_group import ProcessMesh
+    from hybridpar.corpus import Corpus
+    from hybridpar.specs import ModelSpec, RunSpec
+
+
+class NonFiniteError(ArithmeticError):
+    """Training diverged: loss or gradient norm is no finite number."""
+
+
+def train(run: RunSpec, mesh: ProcessMesh, corpus: Corpus, emit: Emit) -> None:
+    """Train `run.workload.steps` optimizer steps as this rank of `mesh`, and emit phases, memory, steps and comm.
+
+    Raises:
+        NonFiniteError: naming the step at which loss or gradient norm stopped being a number.
+    """
+    emit("phase", name="build")
+    engine = build_engine(run, mesh)
+    meter().drain()  # what building sent is no step's
+    if mesh.rank == 0:
+        emit("model", parameters=parameter_count(run.model))
+    for step in range(run.workload.steps):
+        warmup = step < run.workload.warmup_steps
+        if step in (0, run.workload.warmup_steps):
+            emit("phase", name="warmup" if warmup else "train")
+        tokens, targets = replica_batch(run, mesh, corpus, step)
+        if warmup and step == 0:
+            result, seconds = _accounted_step(engine, tokens, targets, mesh.device, emit)
+        else:
+            result, seconds = _timed_step(engine, tokens, targets, mesh.device)
+        rows = meter().drain()
+        _check_finite(step, result)
+        emit("step", step=step, loss=result.loss, grad_norm=result.grad_norm, seconds=seconds, warmup=warmup)
+        for row in () if warmup else rows:
+            emit("comm", step=step, **asdict(row))
+
+
+def parameter_count(model: ModelSpec) -> int:
+    """Parameters of the whole model, on however many devices it lies."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in LanguageModel(model).parameters())
+
+
+def replica_batch(run: RunSpec, mesh: ProcessMesh, corpus: Corpus, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets, each (B/dp, S) int64: the rows of the global batch that this rank's replica trains on."""
+    workload = run.workload
+    batch = corpus.batch(step, workload.global_batch, workload.seq_len, run.seed)
+    share = workload.global_batch // run.strategy.dp
+    first = mesh.coordinate.dp * share
+    tokens, targets = (torch.from_numpy(part[first : first + share]).to(mesh.device) for part in batch)
+    return tokens, targets
+
+
+def _timed_step(
+    engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, device: torch.device
+) -> tuple[StepResult, float]:
+    _drain(device)
+    start = time.perf_counter()
+    result = engine.step(tokens, targets)
+    _drain(device)
+    return result, time.perf_counter() - start
+
+
+def _accounted_step(
+    engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, device: torch.device, emit: Emit
+) -> tuple[StepResult, float]:
+    accountant = MemoryAccountant(engine.parts)
+    with accountant:
+        result, seconds = _timed_step(engine, tokens, targets, device)
+    emit("memory", **asdict(accountant.peak()))
+    return result, seconds
+
+
+def _drain(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _check_finite(step: int, result: StepResult) -> None:
+    for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
+        if not math.isfinite(value):
+            raise NonFiniteError(f"{name} is {value} at step {step}")
