@@ -69,7 +69,9 @@ class RunFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
-                raise InUseError(f"{self.path} is in use by another launcher; wait for it or name another folder") from None
+                raise InUseError(
+                    f"{self.path} is in use by another launcher; wait for it or name another folder"
+                ) from None
             yield
 
     def result(self, run_id: str) -> dict[str, Any] | None:

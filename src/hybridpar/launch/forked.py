@@ -30,6 +30,7 @@ _POLL_S = 0.01
 STACKS_GRACE_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 4000
+_FRAMES = 16
 _PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -70,8 +71,6 @@ class _Rank:
     def ended(self, status: int) -> None:
         self.status = status
         self.ended_at = time.time()
-        # asked for its stacks before it could answer: it died of our question
-        self.killed |= os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGUSR1
 
 
 @dataclass
@@ -97,12 +96,13 @@ class _Ranks:
 
     def kill(self, *, stacks: bool) -> None:
         """End all that run; first ask for their stacks where the ranks themselves did not fail."""
+        for member in self.running():
+            member.killed = True  # from now on, however it ends: peers that we take away make others fail
         if stacks and self.running():
             self.signal(signal.SIGUSR1)
             time.sleep(STACKS_GRACE_S)
-            self.poll()  # and some may have failed by themselves meanwhile: their own words are evidence too
+            self.poll()
         for member in self.running():
-            member.killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(member.pid, signal.SIGKILL)
         for member in self.running():
@@ -241,7 +241,7 @@ def _exit_of(member: _Rank, log_dir: Path) -> RankExit:
         signal=os.WTERMSIG(status) if signalled else None,
         killed_by_launcher=member.killed,
         log_tail=tail(log_dir / f"rank-{member.rank}.log"),
-        stacks=tail(log_dir / f"rank-{member.rank}.stacks"),
+        stacks=innermost_frames(log_dir / f"rank-{member.rank}.stacks"),
         ended_at=member.ended_at,
         value=pickle.loads(value_file.read_bytes()) if value_file.exists() and status == 0 else None,
     )
@@ -253,6 +253,15 @@ def tail(path: Path) -> str:
         return path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     except OSError:
         return ""
+
+
+def innermost_frames(path: Path) -> str:
+    """The stacks that faulthandler wrote, of each thread the innermost frames (which come first)."""
+    try:
+        threads = path.read_text(errors="replace").split("\n\n")
+    except OSError:
+        return ""
+    return "\n".join("\n".join(thread.splitlines()[:_FRAMES]) for thread in threads)
 
 
 def preload(*, deepspeed: bool = False) -> None:

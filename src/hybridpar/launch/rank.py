@@ -22,6 +22,9 @@ from hybridpar.launch.forked import die_with, leave_after, write_to_logs
 from hybridpar.specs import RunSpec, load_run_spec
 from hybridpar.train import train
 
+# A collective gives up this much after the run's deadline [s]: a hang is then the launcher's to tell, with stacks.
+_PATIENCE_S = 60.0
+
 
 def run_rank(run: RunSpec, rank: int, directory: Path, device: str, data: Path, join: Callable[[], None]) -> None:
     """Join the world, train, leave; everything worth knowing goes into events-<rank>.jsonl.
@@ -55,7 +58,7 @@ def forked_body(run: RunSpec, folder: RunFolder, device: str, data: Path) -> Cal
 
     def body(rank: int) -> None:
         def join() -> None:
-            process_group.start(rank, run.strategy.devices, folder.store, device, run.cluster.deadline_s)
+            process_group.start(rank, run.strategy.devices, folder.store, device, run.cluster.deadline_s + _PATIENCE_S)
 
         run_rank(run, rank, folder.path, device, data, join)
 
@@ -70,7 +73,7 @@ def main(spec: str, directory: str, device: str, data: str) -> None:
     run = load_run_spec(Path(spec))
 
     def join() -> None:
-        process_group.start_from_environment(device, run.cluster.deadline_s)
+        process_group.start_from_environment(device, run.cluster.deadline_s + _PATIENCE_S)
 
     leave_after(lambda: run_rank(run, rank, folder.path, device, Path(data), join))
 

@@ -132,18 +132,11 @@ def _timeout(run: RunSpec, exits: Sequence[RankExit], events: Sequence[Sequence[
 
 def _last_sign(rank: int, events: Sequence[Sequence[Event]]) -> str:
     """What a rank last told before it fell silent."""
-    told = [event for event in events[rank] if event["kind"] in ("start", "phase", "step", "end")]
-    if not told:
+    phases = [event["name"] for event in events[rank] if event["kind"] == "phase"]
+    steps = sum(event["kind"] == "step" for event in events[rank])
+    if not events[rank]:
         return f"rank {rank} wrote no event"
-    last = told[-1]
-    match last["kind"]:
-        case "phase":
-            sign = f"phase {last['name']}"
-        case "step":
-            sign = f"step {last['step']} done"
-        case kind:
-            sign = str(kind)
-    return f"last sign of rank {rank}: {sign}"
+    return f"last sign of rank {rank}: phase {phases[-1] if phases else 'start'}, steps done: {steps}"
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from hybridpar.events import read_events
 from hybridpar.launch.folder import RunFolder
-from hybridpar.launch.forked import STACKS_GRACE_S, RankExit, die_with, tail, terminate_as_interrupt
+from hybridpar.launch.forked import STACKS_GRACE_S, RankExit, die_with, innermost_frames, tail, terminate_as_interrupt
 from hybridpar.specs import RunSpec
 
 _POLL_S = 0.05
-_FAILURE = re.compile(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+_FAILURE = re.compile(r"^\s+rank\s*: (\d+) .*\n\s+exitcode\s*: (-?\d+)", re.MULTILINE)
 
 
 def torchrun_ranks(run: RunSpec, folder: RunFolder, device: str, data: Path) -> tuple[RankExit, ...]:
@@ -107,6 +107,6 @@ def _exit_of(rank: int, folder: RunFolder, code: int | None) -> RankExit:
         signal=by_signal,
         killed_by_launcher=code is None or by_signal == signal.SIGTERM,
         log_tail=tail(folder.logs / f"rank-{rank}.log") or tail(folder.logs / "torchrun.log"),
-        stacks=tail(folder.logs / f"rank-{rank}.stacks"),
+        stacks=innermost_frames(folder.logs / f"rank-{rank}.stacks"),
         ended_at=events[-1]["t"] if events else 0.0,
     )
