@@ -181,6 +181,17 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(tmp_path: Path, text: Path
         run_one(toy_run(text), tmp_path / "file" / "run")
 
 
+def test_a_folder_that_cannot_be_used_does_not_stop_the_batch(
+    tmp_path: Path, text: Path, with_fault: WithFault
+) -> None:
+    with_fault(doubles.sound)
+    runs = [toy_run(text, dp=1, seed=seed) for seed in range(2)]
+    (tmp_path / runs[0].run_id).write_text("")
+    with pytest.raises(LaunchError, match="1 of 2 runs could not be kept"):
+        run_batch(runs, tmp_path)
+    assert json.loads((tmp_path / runs[1].run_id / "result.json").read_text())["outcome"] == "ok"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_may_not_be_written_is_one_sentence(tmp_path: Path, text: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)

@@ -53,7 +53,11 @@ def run_one(run: RunSpec, out_dir: Path, *, force: bool = False) -> Result:
         return _Launcher().launch(run, folder, attempt=1, earlier=())
 
 
-def run_batch(runs: Sequence[RunSpec], runs_dir: Path, *, retries: int = 1, progress: Progress = print) -> list[Result]:
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def run_batch(runs: Sequence[RunSpec], runs_dir: Path, *, retries: int = 1, progress: Progress = _say) -> list[Result]:
     """Execute many runs, each in `runs_dir/<run_id>`, forked from this process.
 
     Args:
@@ -66,22 +70,28 @@ def run_batch(runs: Sequence[RunSpec], runs_dir: Path, *, retries: int = 1, prog
         The results in the order of `runs`.
 
     Raises:
-        LaunchError: a folder cannot be used; results that were finished are kept.
+        LaunchError: a folder cannot be used; after all other runs have finished.
         KeyboardInterrupt: after the ranks of the current run have been killed; finished results are kept.
     """
     batch = _Batch(total=len(runs), progress=progress)
     results: dict[str, Result] = {}
+    failures: list[LaunchError] = []
     waiting = deque((run, False) for run in runs)
     while waiting:
         run, wait = waiting.popleft()
         folder = RunFolder(runs_dir / run.run_id)
-        folder.create()
         try:
+            folder.create()
             with folder.locked(wait=wait):
                 results[run.run_id] = _settle(run, folder, retries, batch)
         except InUseError:
             progress(f"{_label(run)}: another launcher is on it; it is looked at again at the end")
             waiting.append((run, True))
+        except LaunchError as error:
+            progress(f"{_label(run)}: {error}")
+            failures.append(error)
+    if failures:
+        raise LaunchError(f"{len(failures)} of {len(runs)} runs could not be kept; the first: {failures[0]}")
     return [results[run.run_id] for run in runs]
 
 

@@ -272,6 +272,8 @@ def preload(*, deepspeed: bool = False) -> None:
     """
     if deepspeed and not gpu_names():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # an import that asks whether there is CUDA must not start it: a process that has cannot fork ranks that use it
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for module in (*_PRELOADED, *(("deepspeed", "deepspeed.pipe") if deepspeed else ())):
         importlib.import_module(module)
 
