@@ -54,7 +54,8 @@ def torchrun_ranks(run: RunSpec, folder: RunFolder, device: str, data: Path) -> 
 def _command(run: RunSpec, folder: RunFolder, device: str, data: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-        *("--nproc-per-node", str(run.strategy.devices), "-m", "hybridpar.launch.rank"),
+        *("--nproc-per-node", str(run.strategy.devices), "--log-dir", str(folder.logs / "torchrun")),
+        *("-m", "hybridpar.launch.rank"),
         *(str(folder.spec.resolve()), str(folder.path.resolve()), device, str(data.resolve())),
     ]
 
