@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hybridpar.comm import metered
 from hybridpar.mesh import AXES, Axis, Coordinate, RankGrid
 from hybridpar.specs import Strategy
 
@@ -47,7 +48,8 @@ def start_from_environment(device: str, deadline_s: float) -> None:
 
 
 def _backend(device: str) -> str:
-    return "nccl" if device == "cuda" else "gloo"
+    metered.register()
+    return metered.NCCL if device == "cuda" else metered.GLOO
 
 
 def stop() -> None:
@@ -77,9 +79,10 @@ class ProcessMesh:
             raise ValueError(
                 f"the strategy {strategy.label} asks for {grid.size} devices; {dist.get_world_size()} ranks started"
             )
-        kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        kind = "cuda" if dist.get_backend() == metered.NCCL else "cpu"
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
         device_mesh = init_device_mesh(kind, grid.shape, mesh_dim_names=AXES)
+        metered.meter().place(grid, dist.get_rank())
         return cls(grid, dist.get_rank(), device, device_mesh)
 
     @property

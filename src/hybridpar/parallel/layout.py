@@ -5,7 +5,6 @@ Everything here is local: no collective is called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 from hybridpar.mesh import Coordinate
 from hybridpar.models.init import dense_parameter
 from hybridpar.models.lm import LanguageModel
+from hybridpar.models.precision import DTYPES
 from hybridpar.parallel.sharding import part, stage_layers, tensor_dim
 from hybridpar.specs import RunSpec
-
-DTYPES: Mapping[str, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

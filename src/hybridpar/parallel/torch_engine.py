@@ -12,9 +12,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
+from hybridpar.comm.metered import meter
 from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.parallel.clip import clip_gradients, local_tensor
-from hybridpar.parallel.collectives import all_reduced
+from hybridpar.parallel.collectives import sum_in_place
 from hybridpar.parallel.data import average_gradients, local_gradients
 from hybridpar.parallel.engine import Parts, StepResult
 from hybridpar.parallel.gather import gather_dense
@@ -88,6 +89,8 @@ class TorchEngine:
             last = index == micro_batches - 1
             if isinstance(self._module, FSDPModule):
                 self._module.set_requires_gradient_sync(last)
+                if self._run.strategy.zero == 2:  # gathered once a step, as whole parameters are kept over it
+                    self._module.set_reshard_after_backward(last)
             with local_gradients(self._module, local=not last):
                 loss = self._loss(self._module(inputs), outputs) / micro_batches
                 loss.backward()
@@ -96,21 +99,21 @@ class TorchEngine:
 
     def _complete_gradients(self) -> None:
         """Sum what tp ranks hold parts of, and average over replicas where nothing has done so during the backward."""
-        for name in self._partial:
-            grad = self._parameters[name].grad
-            if grad is not None:
-                local = local_tensor(grad)
-                local.copy_(all_reduced(local, self._mesh.group("tp")))
+        grads = (self._parameters[name].grad for name in self._partial)
+        partial = [local_tensor(grad) for grad in grads if grad is not None]
+        if partial:
+            sum_in_place(partial, self._mesh.group("tp"))
         if self._averages_late:
             average_gradients(self._parameters.values(), self._mesh.group("dp"))
 
     def _mean_over_batch(self, loss: Tensor) -> float:
         """The global batch's mean loss on every rank: known on the last stage, averaged over replicas."""
         total = loss.detach().double()
-        if self._run.strategy.pp > 1:
-            dist.all_reduce(total, group=self._mesh.group("pp"))
-        if self._run.strategy.dp > 1:
-            dist.all_reduce(total, group=self._mesh.group("dp"))
+        with meter().paused():  # told to the user, not needed to train
+            if self._run.strategy.pp > 1:
+                dist.all_reduce(total, group=self._mesh.group("pp"))
+            if self._run.strategy.dp > 1:
+                dist.all_reduce(total, group=self._mesh.group("dp"))
         return total.item() / self._run.strategy.dp
 
     def _disjoint_groups(self) -> list[dist.ProcessGroup]:
