@@ -16,6 +16,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hybridpar import __version__
+from hybridpar.corpus import CorpusError
+from hybridpar.launch.folder import LaunchError
 from hybridpar.specs import SpecError, load_run_spec
 
 app = typer.Typer(
@@ -49,6 +51,8 @@ def _one_sentence_per_fault() -> Iterator[None]:
         yield
     except SpecError as error:
         _fail(error.faults)
+    except (LaunchError, CorpusError) as error:
+        _fail([str(error)])
     except KeyboardInterrupt:
         _fail(["interrupted; finished results are kept, and the same command goes on from there"], 130)
     except BrokenPipeError:

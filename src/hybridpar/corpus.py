@@ -198,7 +198,7 @@ class Corpus:
         windows = (len(self.tokens) - 1) // seq_len
         if windows < 1:
             raise CorpusError(
-                f"workload.seq_len={seq_len} needs a text of more than {seq_len} tokens; this one has {len(self.tokens)}"
+                f"workload.seq_len={seq_len} needs more than {seq_len} tokens; this text has {len(self.tokens)}"
             )
         wanted = np.arange(step * global_batch, (step + 1) * global_batch)
         passes, places = np.divmod(wanted, windows)

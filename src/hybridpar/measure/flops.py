@@ -48,9 +48,14 @@ def mamba2_flops(model: ModelSpec, sequences: int, length: int) -> int:
 
 def forward_flops(model: ModelSpec, sequences: int, length: int) -> int:
     """All layers and the head (2*T*d*V); the embedding is a look-up."""
-    attention = attention_flops(model, sequences, length) + mlp_flops(model, sequences, length)
-    of_kind = {"A": attention, "M": mamba2_flops(model, sequences, length)}
-    return sum(of_kind[kind] for kind in model.layer_kinds) + 2 * sequences * length * model.hidden * model.vocab
+    layers = sum(_layer_flops(kind, model, sequences, length) for kind in model.layer_kinds)
+    return layers + 2 * sequences * length * model.hidden * model.vocab
+
+
+def _layer_flops(kind: str, model: ModelSpec, sequences: int, length: int) -> int:
+    if kind == "M":
+        return mamba2_flops(model, sequences, length)
+    return attention_flops(model, sequences, length) + mlp_flops(model, sequences, length)
 
 
 def model_flops_per_step(run: RunSpec) -> int:
