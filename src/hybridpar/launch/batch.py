@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridpar import corpus
 from hybridpar.events import read_all_events
 from hybridpar.launch import environment
 from hybridpar.launch.folder import InUseError, LaunchError, RunFolder, one_sentence
@@ -167,13 +168,11 @@ class _Launcher:
         preload(deepspeed=run.strategy.engine == "deepspeed")
         try:
             self._prepared(run)
-        except (OSError, ValueError, RuntimeError) as error:
-            return Outcome(kind="crash", reason=f"workload.data={run.workload.data} cannot be had: {error}")
+        except corpus.CorpusError as error:
+            return Outcome(kind="crash", reason=str(error))
         return None
 
     def _prepared(self, run: RunSpec) -> Path:
-        from hybridpar import corpus
-
         name = run.workload.data
         if name not in self.data:
             self.data[name] = corpus.prepare(name)
