@@ -20,6 +20,8 @@ def _run(preset: str = "llama-toy", workload: dict | None = None, model: dict | 
         ({"sp": True}, "strategy.sp=true: splits the sequence over tp ranks, and tp=1; legal: false, or tp of 2"),
         ({"pp": 8}, "strategy.pp=8: exceeds model.layers=4; legal: 1 to 4"),
         ({"zero": 2}, "strategy.zero=2: shards over data replicas, and dp=1; legal: 0, or dp of 2 or more"),
+        ({"overlap": False}, "strategy.overlap=false: concerns gradients of data replicas, and dp=1; legal: true"),
+        ({"dp": 2, "zero": 3, "overlap": False}, "strategy.overlap=false: FSDP2 (zero=3) always overlaps; legal: true"),
         ({"cp": 2}, "strategy.cp=2: not available in this version; legal: 1"),
         ({"dp": 2, "pp": 4, "zero": 3, "engine": "deepspeed"}, "DeepSpeed's PipelineModule refuses ZeRO-2 and ZeRO-3"),
         ({"engine": "deepspeed", "tp": 2}, "strategy.tp=2: engine=deepspeed is offered for dp and pp"),

@@ -150,6 +150,18 @@ def _zero(run: RunSpec) -> Iterator[Violation]:
         yield Violation("strategy.zero", zero, "shards over data replicas, and dp=1", "0, or dp of 2 or more")
 
 
+def _overlap(run: RunSpec) -> Iterator[Violation]:
+    strategy = run.strategy
+    if strategy.overlap:
+        return
+    if strategy.dp == 1:
+        yield Violation("strategy.overlap", False, "concerns gradients of data replicas, and dp=1", "true")
+    elif strategy.engine == "torch" and strategy.zero >= 2:
+        yield Violation(
+            "strategy.overlap", False, f"FSDP2 (zero={strategy.zero}) always overlaps", "true, or zero of 0 or 1"
+        )
+
+
 def _deepspeed(run: RunSpec) -> Iterator[Violation]:
     strategy = run.strategy
     if strategy.engine != "deepspeed":
@@ -169,5 +181,6 @@ _RULES: tuple[Callable[[RunSpec], Iterator[Violation]], ...] = (
     _tensor,
     _pipeline,
     _zero,
+    _overlap,
     _deepspeed,
 )

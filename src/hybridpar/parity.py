@@ -3,16 +3,19 @@
 A layout trains the same model on the same batches as one device does; then every number that a user could see is
 compared. The relative deviation of a tensor is max|a - b| / max(|b|max, s), where s is `_FLOOR` times the largest
 magnitude among all tensors of its kind: below that, differences are rounding of sums that cancel.
+The calling process forks the ranks, so it computes no tensor itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +23,9 @@ from hybridpar.launch.forked import fork_ranks, values
 from hybridpar.legality import infeasible_reason
 from hybridpar.specs import RunSpec, Strategy, parse_run_spec
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _FLOOR = 1e-3
 _DEADLINE_S = 120.0
+_RUNS_PER_WORLD = 6  # each keeps groups and their threads until the world ends
 
 # Largest relative deviation allowed. Orders of summation differ between layouts, so float32 rounding (6e-8) is
 # amplified by sums over tokens; AdamW divides by gradients' own size, which amplifies it again in parameters whose
@@ -42,8 +43,8 @@ class Trajectory:
 
     loss: tuple[float, ...]
     grad_norm: tuple[float, ...]
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
+    gradients: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -99,46 +100,79 @@ class Parity:
         if refused:
             return ParityReport(run, {}, {}, refused=refused)
         try:
-            return _report(run, trajectory(run), self._one_device(run))
+            return _report(run, trajectories([run])[0], self._one_device(run))
         except RuntimeError as error:
             return ParityReport(run, {}, {}, failed=str(error))
 
     def sweep(self, runs: Iterable[RunSpec]) -> Iterator[ParityReport]:
-        """Compare one after the other."""
-        return (self.compare(run) for run in runs)
+        """Compare many, in the order given. Neighbours on as many devices share a world of ranks, which saves most of
+        the time; where one of them fails, each is run alone, so that a failure is its own."""
+        for together in _batched(runs):
+            yield from self._together(together)
+
+    def _together(self, runs: Sequence[RunSpec]) -> list[ParityReport]:
+        if len(runs) > 1:
+            with contextlib.suppress(RuntimeError):
+                pairs = zip(runs, trajectories(runs), strict=True)
+                return [_report(run, sharded, self._one_device(run)) for run, sharded in pairs]
+        return [self.compare(run) for run in runs]
 
     def _one_device(self, run: RunSpec) -> Trajectory:
         dense = run.model_copy(update={"strategy": Strategy()})
         if dense not in self._dense:
-            self._dense[dense] = trajectory(dense)
+            self._dense[dense] = trajectories([dense])[0]
         return self._dense[dense]
 
 
-def trajectory(run: RunSpec) -> Trajectory:
-    """Train `run` in forked ranks on random tokens that depend on its seed alone.
+def _batched(runs: Iterable[RunSpec]) -> Iterator[list[RunSpec]]:
+    """Runs that may share a world. DeepSpeed keeps state of its own per process, so each of its runs has its own."""
+
+    def world(run: RunSpec) -> object:
+        alone = run.strategy.engine != "torch" or infeasible_reason(run)
+        return object() if alone else run.strategy.devices
+
+    for _, neighbours in itertools.groupby(runs, key=world):
+        while batch := list(itertools.islice(neighbours, _RUNS_PER_WORLD)):
+            yield batch
+
+
+def trajectories(runs: Sequence[RunSpec]) -> list[Trajectory]:
+    """Train each of `runs`, all on the same number of devices, in the same forked ranks, on random tokens that depend
+    on its seed alone.
 
     Raises:
         RuntimeError: a rank failed; the message holds the end of its log.
     """
+    world = runs[0].strategy.devices
     folder = Path(tempfile.mkdtemp(prefix="hybridpar-parity-"))
     try:
         exits = fork_ranks(
-            run.strategy.devices, lambda rank: _rank(run, rank, folder), deadline_s=_DEADLINE_S, log_dir=folder
+            world, lambda rank: _rank(runs, rank, folder), deadline_s=_DEADLINE_S * len(runs), log_dir=folder
         )
-        result: Trajectory = values(exits)[0]
+        result: list[Trajectory] = values(exits)[0]
         return result
     finally:
         shutil.rmtree(folder)
 
 
-def _rank(run: RunSpec, rank: int, folder: Path) -> Trajectory | None:
+def _rank(runs: Sequence[RunSpec], rank: int, folder: Path) -> list[Trajectory] | None:
     import torch
 
-    from hybridpar.comm.process_group import ProcessMesh, start, stop
+    from hybridpar.comm.process_group import start, stop
+
+    torch.set_num_threads(runs[0].cluster.threads_per_rank)
+    start(rank, runs[0].strategy.devices, folder / "store", "cpu", _DEADLINE_S)
+    found = [_train(run) for run in runs]
+    stop()
+    return found if rank == 0 else None
+
+
+def _train(run: RunSpec) -> Trajectory:
+    import torch
+
+    from hybridpar.comm.process_group import ProcessMesh
     from hybridpar.parallel.apply import build_engine
 
-    torch.set_num_threads(run.cluster.threads_per_rank)
-    start(rank, run.strategy.devices, folder / "store", "cpu", _DEADLINE_S)
     mesh = ProcessMesh.build(run.strategy)
     engine = build_engine(run, mesh)
     share = run.workload.global_batch // run.strategy.dp
@@ -147,12 +181,11 @@ def _rank(run: RunSpec, rank: int, folder: Path) -> Trajectory | None:
     for tokens in _batches(run):
         batch = torch.from_numpy(tokens[mine])
         results.append(engine.step(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()))
-    gradients, parameters = engine.dense_gradients(), engine.dense_parameters()
-    stop()
-    if rank:
-        return None
     return Trajectory(
-        tuple(result.loss for result in results), tuple(result.grad_norm for result in results), gradients, parameters
+        tuple(result.loss for result in results),
+        tuple(result.grad_norm for result in results),
+        {name: tensor.double().numpy() for name, tensor in engine.dense_gradients().items()},
+        {name: tensor.detach().double().numpy() for name, tensor in engine.dense_parameters().items()},
     )
 
 
@@ -176,21 +209,30 @@ def _report(run: RunSpec, sharded: Trajectory, dense: Trajectory) -> ParityRepor
 
 
 def _largest_relative(sharded: tuple[float, ...], dense: tuple[float, ...]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(sharded, dense, strict=True))
+    ours, theirs = np.array(sharded), np.array(dense)
+    return float(np.max(np.abs(ours - theirs) / np.abs(theirs)))  # not a number where one of them is none
 
 
-def _worst(sharded: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative deviation and the name of its tensor; a missing or extra name is infinitely wrong."""
+def _worst(sharded: Mapping[str, np.ndarray], dense: Mapping[str, np.ndarray]) -> tuple[float, str]:
+    """The largest relative deviation and the name of its tensor; a missing or extra name, another shape, or a value
+    that is no number is infinitely wrong."""
     strange = sorted(set(sharded) ^ set(dense))
     if strange:
         return float("inf"), strange[0]
-    floor = _FLOOR * max(tensor.abs().max().item() for tensor in dense.values())
-    deviations = {
-        name: ((sharded[name].double() - tensor.double()).abs().max() / max(tensor.abs().max().item(), floor)).item()
-        for name, tensor in dense.items()
-    }
+    floor = _FLOOR * max(_largest(array) for array in dense.values())
+    deviations = {name: _deviation(sharded[name], array, floor) for name, array in dense.items()}
     name = max(deviations, key=deviations.__getitem__)
     return deviations[name], name
+
+
+def _deviation(sharded: np.ndarray, dense: np.ndarray, floor: float) -> float:
+    if sharded.shape != dense.shape or not np.isfinite(sharded).all():
+        return float("inf")
+    return _largest(sharded - dense) / max(_largest(dense), floor)
+
+
+def _largest(array: np.ndarray) -> float:
+    return float(np.abs(array).max())
 
 
 # Small odd models: a vocabulary and layers that do not divide evenly, fewer key/value heads, a ragged last chunk.

@@ -7,11 +7,13 @@ sequence). Symbols: b batch, S tokens, t ranks of the group. The sequence is dim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd import Function
 
 SEQUENCE_DIM = 1
@@ -22,6 +24,15 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+@torch.no_grad()
+def sum_in_place(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each tensor by its sum over the group; one all-reduce for all of them."""
+    flat = _flatten_dense_tensors(tensors)
+    dist.all_reduce(flat, group=group)
+    for tensor, total in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
+        tensor.copy_(total)
 
 
 def gathered_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
+
+from hybridpar.parallel.collectives import sum_in_place
 
 
 def replicate(module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
@@ -22,11 +23,8 @@ def replicate(module: nn.Module, group: dist.ProcessGroup) -> DistributedDataPar
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """One all-reduce of all gradients after the backward: data parallelism without overlap."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    flat = _flatten_dense_tensors(grads)
-    dist.all_reduce(flat, group=group)
-    flat /= group.size()
-    for grad, mean in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
-        grad.copy_(mean)
+    sum_in_place(grads, group)
+    torch._foreach_div_(grads, group.size())
 
 
 @contextlib.contextmanager
