@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -126,3 +126,220 @@ def schema(
     from hybridpar.schema import field_lines, run_spec_schema
 
     typer.echo("\n".join(field_lines()) if fields else json.dumps(run_spec_schema(), indent=2))
+
+
+StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="A study, e.g. data/studies/smoke.yaml.")]
+RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Parent of the run folders.")]
+RUNS_DIR = Path("data/runs")
+
+
+@app.command()
+def batch(
+    specs: Annotated[Path, typer.Argument(metavar="BATCH.json", help="A JSON list of run specs.")],
+    runs_dir: RunsDirOption = RUNS_DIR,
+    retries: Annotated[int, typer.Option(min=0, help="How often a crash or timeout is tried again.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write run ids and outcomes there.")] = None,
+) -> None:
+    """Execute many run specs from one warm process; finished ones are not run again.
+
+    A run that fails is a row with its reason and stops nothing: the exit code is 0 once all are accounted for.
+    """
+    from hybridpar.launch import run_batch
+    from hybridpar.specs import parse_run_spec, read_yaml
+
+    with _one_sentence_per_fault():
+        content = read_yaml(specs)
+        if not isinstance(content, list):
+            raise SpecError([f"{specs} holds no list of run specs"])
+        results = run_batch([parse_run_spec(spec) for spec in content], runs_dir, retries=retries)
+        if out:
+            _write_json(out, {result["run_id"]: result["outcome"] for result in results})
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+
+
+@app.command()
+def study(path: StudyArgument) -> None:
+    """List the runs of a study, with the reason for each that is illegal."""
+    from hybridpar.legality import infeasible_reason
+    from hybridpar.study import load_study
+
+    with _one_sentence_per_fault():
+        for cell in load_study(path).cells:
+            reason = infeasible_reason(cell.run)
+            name = f"{cell.run.run_id} {cell.run.model.name} {cell.run.strategy.label} repeat {cell.run.repeat}"
+            typer.echo(f"{name}: infeasible: {reason}" if reason else f"{name}: legal")
+
+
+@app.command()
+def corpus(name: Annotated[str, typer.Argument(help="A corpus name, or a UTF-8 text file.")] = "shakespeare") -> None:
+    """Fetch and tokenise the text to train on (the first run does it too)."""
+    from hybridpar.corpus import prepare
+
+    with _one_sentence_per_fault():
+        typer.echo(str(prepare(name)))
+
+
+@app.command()
+def tables(
+    path: StudyArgument,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the Parquet files.")],
+    runs_dir: RunsDirOption = RUNS_DIR,
+) -> None:
+    """Collect the run folders of a study into tidy tables with a checked schema."""
+    from hybridpar.results.schemas import TableError
+    from hybridpar.results.tables import build
+    from hybridpar.study import load_study
+
+    with _one_sentence_per_fault():
+        try:
+            rows = build(load_study(path), runs_dir, out)
+        except TableError as error:
+            _fail([str(error)])
+        typer.echo(f"{out}: " + ", ".join(f"{name} {count} rows" for name, count in rows.items()))
+
+
+TablesDirOption = Annotated[Path, typer.Option("--tables-dir", metavar="DIR", help="Tables of the study.")]
+BenchOption = Annotated[Path, typer.Option("--bench", metavar="FILE", help="Measured collectives (may be missing).")]
+FiguresDirOption = Annotated[Path, typer.Option("--figures-dir", metavar="DIR", help="Figures and tables as saved.")]
+OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="What to write.")]
+
+
+@app.command()
+def notebook(
+    source: Annotated[Path, typer.Argument(metavar="NOTEBOOK.ipynb", help="A notebook of notebooks/.")],
+    tables_dir: TablesDirOption,
+    bench: BenchOption,
+    figures_dir: FiguresDirOption,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the executed .ipynb and .html.")],
+) -> None:
+    """Execute one notebook over the tables of a study; it saves its figures and tables."""
+    from hybridpar.artifacts.notebook import NotebookError, execute
+
+    parameters = {
+        "tables_dir": str(tables_dir),
+        "bench_path": str(bench),
+        "figures_dir": str(figures_dir),
+        "study": tables_dir.name,
+    }
+    with _one_sentence_per_fault():
+        try:
+            execute(source, out / source.name, out / f"{source.stem}.html", parameters)
+        except NotebookError as error:
+            _fail([str(error)])
+
+
+@app.command()
+def numbers(tables_dir: TablesDirOption, bench: BenchOption, out: OutOption) -> None:
+    """Compute every number that the paper quotes, with the runs it comes from (and macros.tex beside it)."""
+    from hybridpar.artifacts.inputs import InputError
+    from hybridpar.artifacts.numbers import write
+
+    with _one_sentence_per_fault():
+        try:
+            write(tables_dir, bench, out)
+        except InputError as error:
+            _fail([str(error)])
+
+
+@app.command()
+def paper(
+    figures_dir: FiguresDirOption,
+    numbers: Annotated[Path, typer.Option("--numbers", metavar="FILE", help="What `hybridpar numbers` wrote.")],
+    out: OutOption,
+    paper_dir: Annotated[Path, typer.Option("--paper-dir", metavar="DIR", help="Sources of the paper.")] = Path(
+        "paper"
+    ),
+) -> None:
+    """Check that no result is typed by hand, and compile the paper."""
+    from hybridpar.artifacts.paper import PaperError, build
+
+    with _one_sentence_per_fault():
+        try:
+            build(paper_dir, figures_dir, numbers, out)
+        except PaperError as error:
+            _fail([str(error)])
+
+
+@app.command()
+def report(
+    figures_dir: FiguresDirOption,
+    numbers: Annotated[Path, typer.Option("--numbers", metavar="FILE", help="What `hybridpar numbers` wrote.")],
+    notebooks_dir: Annotated[Path, typer.Option("--notebooks-dir", metavar="DIR", help="Executed notebooks.")],
+    paper: Annotated[Path, typer.Option("--paper", metavar="FILE", help="The compiled paper.")],
+    out: OutOption,
+) -> None:
+    """Put all figures, tables, outcomes and notebooks on one page."""
+    from hybridpar.artifacts.report import build
+
+    with _one_sentence_per_fault():
+        build(figures_dir, numbers, notebooks_dir, paper, out)
+
+
+@app.command()
+def parity(
+    family: Annotated[list[str] | None, typer.Option(help="transformer, mamba2, hybrid (may be repeated).")] = None,
+    precision: Annotated[str, typer.Option(help="fp64 or fp32; DeepSpeed's layouts take fp32.")] = "fp64",
+    engine: Annotated[str, typer.Option(help="torch or deepspeed.")] = "torch",
+    devices: Annotated[int, typer.Option(min=1, help="Largest number of devices.")] = 4,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write all rows there as JSON.")] = None,
+) -> None:
+    """Compare every layout with one device: losses, gradients, parameters. Exit code 3 where one differs."""
+    from hybridpar.launch.forked import preload
+    from hybridpar.parity import MODELS, TOLERANCES, Parity, deepspeed_layouts, layouts_to_compare, torch_layouts
+
+    _must_be_one_of("--engine", [engine], ["torch", "deepspeed"])
+    _must_be_one_of("--precision", [precision], TOLERANCES)
+    _must_be_one_of("--family", family or [], MODELS)
+    layouts = (deepspeed_layouts if engine == "deepspeed" else torch_layouts)(devices)
+    rows = []
+    with _one_sentence_per_fault():
+        runs = layouts_to_compare(family or list(MODELS), precision=precision, layouts=layouts)
+        preload(deepspeed=engine == "deepspeed")
+        for number, found in enumerate(Parity().sweep(runs), start=1):
+            rows.append(found.row())
+            typer.echo(f"{number}/{len(runs)} {_parity_line(rows[-1])}")
+        if out:
+            _write_json(out, rows)
+    counts = {
+        verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("equal", "refused", "differs", "failed")
+    }
+    typer.echo(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    if counts["differs"] or counts["failed"]:
+        raise typer.Exit(3)
+
+
+def _parity_line(row: dict[str, Any]) -> str:
+    name = f"{row['family']} {row['layout']} {row['precision']}: {row['verdict']}"
+    if row["reason"]:
+        return f"{name}: {row['reason']}"
+    kinds = ("loss", "grad_norm", "gradient", "parameter")
+    return f"{name} (largest relative deviations: {', '.join(f'{kind} {row[kind]:.1e}' for kind in kinds)})"
+
+
+def _must_be_one_of(option: str, given: Iterable[str], legal: Iterable[str]) -> None:
+    strange = [value for value in given if value not in legal]
+    if strange:
+        _fail([f"{option} {strange[0]} is not legal; legal: {', '.join(legal)}"], 2)
+
+
+@app.command()
+def preflight(path: StudyArgument) -> None:
+    """Look at this machine before a study is started: what is missing, and how to mend it."""
+    from hybridpar.preflight import inspect
+    from hybridpar.study import load_study
+
+    with _one_sentence_per_fault():
+        runs = load_study(path).runs
+        world = max(run.strategy.devices for run in runs)
+        findings = inspect(world, RUNS_DIR.parent, frozenset(run.strategy.engine for run in runs))
+    for finding in findings:
+        typer.echo(f"{'ok' if finding.ok else 'NOT OK'}: {finding.name}: {finding.seen}")
+    faults = [f"{finding.name}: {finding.remedy}" for finding in findings if not finding.ok]
+    if faults:
+        _fail(faults)

@@ -19,7 +19,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -330,7 +330,7 @@ def parse_run_spec(content: Any) -> RunSpec:
     try:
         return RunSpec.model_validate(_integral_floats(content))
     except ValidationError as error:
-        raise SpecError(_sentences(error, RunSpec)) from None
+        raise SpecError(sentences(error, RunSpec)) from None
 
 
 def load_run_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -414,7 +414,7 @@ def _divisors_text(n: int) -> str:
     return ", ".join(str(k) for k in range(1, n + 1) if n % k == 0) if n <= 4096 else f"a divisor of {n}"
 
 
-def _sentences(error: ValidationError, root: type[BaseModel]) -> list[str]:
+def sentences(error: ValidationError, root: type[BaseModel]) -> list[str]:
     """One sentence per fault of a pydantic error: field, value, what is legal."""
     return [sentence for fault in error.errors() for sentence in _sentence(fault, root)]
 
@@ -443,16 +443,28 @@ def _sentence(fault: Any, root: type[BaseModel]) -> list[str]:
 
 
 def _fields_at(root: type[BaseModel], location: Sequence[str]) -> list[str]:
-    node: Any = root
-    for part in location:
-        node = node.model_fields[part].annotation
-    presets = ["preset"] if node in (ModelSpec, ClusterSpec) else []
-    return presets + list(node.model_fields)
+    model = _model_at(root, location)
+    if model is None:
+        return []
+    presets = ["preset"] if model in (ModelSpec, ClusterSpec) else []
+    return presets + list(model.model_fields)
 
 
 def _description(root: type[BaseModel], location: Sequence[str]) -> str:
+    parent = _model_at(root, location[:-1])
+    info = parent.model_fields[location[-1]] if parent else None
+    description = info.description if info else None
+    return description or f"a mapping with the keys {', '.join(_fields_at(root, location))}"
+
+
+def _model_at(root: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
+    """The model that describes the mapping at `location`, through lists by their index; None where there is none."""
     node: Any = root
-    for part in location[:-1]:
-        node = node.model_fields[part].annotation
-    info = node.model_fields[location[-1]]
-    return info.description or f"a mapping with the keys {', '.join(_fields_at(root, location))}"
+    for part in location:
+        if get_origin(node) is list:
+            node = get_args(node)[0]
+        elif isinstance(node, type) and issubclass(node, BaseModel) and part in node.model_fields:
+            node = node.model_fields[part].annotation
+        else:
+            return None
+    return node if isinstance(node, type) and issubclass(node, BaseModel) else None

@@ -1,0 +1,1 @@
+"""Run folders -> tidy tables with a checked schema."""

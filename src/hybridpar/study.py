@@ -1,0 +1,176 @@
+"""A study as data: `data/studies/*.yaml` -> the runs to make, each once. No torch here.
+
+    name: smoke
+    defaults: {workload: {...}, cluster: {...}}     # for every run
+    sweeps:
+      - name: single                                # which question the runs answer
+        models: [llama-toy, {preset: mamba2-toy, layers: 2}]
+        workload: {...}                             # over the defaults
+        strategies: [{dp: 2}, {tp: 2, sp: true}]    # as written
+        factorisations:                             # and every product of degrees, legal or not
+          - {devices: [4, 8], axes: [dp, tp, pp], strategy: {zero: 1}}
+        repeats: 3
+
+What is illegal stays in the study and becomes a row with outcome `infeasible`. A run that several sweeps name is made
+once. Runs are ordered by repeat first, so that the repeats of one cell lie apart in time and a drift of the machine
+falls on all cells alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hybridpar.specs import RunSpec, SpecError, parse_run_spec, read_yaml, sentences
+
+Degree = Annotated[int, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Factorisation(_Strict):
+    """Every way to write each number of devices as an ordered product of the axes' degrees."""
+
+    devices: list[Degree] = Field(description="numbers of devices", min_length=1)
+    axes: list[Literal["dp", "tp", "pp", "cp"]] = Field(description="axes to split over", min_length=1)
+    strategy: dict[str, Any] = Field(default={}, description="options that all of them share")
+
+
+class Sweep(_Strict):
+    """Models x strategies x repeats under one workload."""
+
+    name: str = Field(description="label of the sweep", min_length=1)
+    models: list[str | dict[str, Any]] = Field(description="presets, or model fields", min_length=1)
+    workload: dict[str, Any] = Field(default={}, description="workload fields, over the defaults")
+    cluster: dict[str, Any] = Field(default={}, description="cluster fields, over the defaults")
+    strategies: list[dict[str, Any]] = Field(default=[], description="strategies as written")
+    factorisations: list[Factorisation] = Field(default=[], description="generated strategies")
+    repeats: Degree = Field(1, description="how often each run is made")
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="seed of parameters and data")
+
+
+class Defaults(_Strict):
+    """What holds for every run unless its sweep says otherwise."""
+
+    workload: dict[str, Any] = Field(default={}, description="workload fields")
+    cluster: dict[str, Any] = Field(default={}, description="cluster fields")
+
+
+class StudyFile(_Strict):
+    """The file as written."""
+
+    name: str = Field(description="name of the study, a folder name", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    defaults: Defaults = Field(default=Defaults(), description="fields for every run")
+    sweeps: list[Sweep] = Field(description="the runs", min_length=1)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run and the sweeps that name it."""
+
+    run: RunSpec
+    sweeps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Study:
+    """All runs of a study, each once, in the order in which they are made."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def runs(self) -> tuple[RunSpec, ...]:
+        """The runs alone."""
+        return tuple(cell.run for cell in self.cells)
+
+
+def load_study(path: Path) -> Study:
+    """Read and expand a study file.
+
+    Raises:
+        SpecError: one sentence per fault, in the file itself or in a run it describes.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, Mapping):
+        raise SpecError([f"{path} holds {content!r}; a study is a mapping with the keys name, defaults, sweeps"])
+    try:
+        study = StudyFile.model_validate(content)
+    except ValidationError as error:
+        raise SpecError([f"{path}: {fault}" for fault in sentences(error, StudyFile)]) from None
+    return _expand(path, study)
+
+
+def _expand(path: Path, study: StudyFile) -> Study:
+    sweeps_of: dict[RunSpec, list[str]] = {}
+    faults: list[str] = []
+    for sweep in study.sweeps:
+        for content in _contents(study, sweep):
+            try:
+                sweeps_of.setdefault(parse_run_spec(content), []).append(sweep.name)
+            except SpecError as error:
+                faults += [f"{path}: sweep {sweep.name}: {fault}" for fault in error.faults]
+    if faults:
+        raise SpecError(list(dict.fromkeys(faults)))
+    cells = [Cell(run, tuple(dict.fromkeys(names))) for run, names in sweeps_of.items()]
+    return Study(study.name, tuple(sorted(cells, key=lambda cell: cell.run.repeat)))
+
+
+def _contents(study: StudyFile, sweep: Sweep) -> Iterator[dict[str, Any]]:
+    for repeat in range(sweep.repeats):
+        for model in sweep.models:
+            for strategy in _strategies(sweep):
+                yield {
+                    "model": {"preset": model} if isinstance(model, str) else model,
+                    "workload": {**study.defaults.workload, **sweep.workload},
+                    "strategy": strategy,
+                    "cluster": {**study.defaults.cluster, **sweep.cluster},
+                    "seed": sweep.seed,
+                    "repeat": repeat,
+                }
+
+
+def _strategies(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    yield from sweep.strategies
+    for factorisation in sweep.factorisations:
+        for devices in factorisation.devices:
+            for degrees in factorise(devices, len(factorisation.axes)):
+                yield {**factorisation.strategy, **dict(zip(factorisation.axes, degrees, strict=True))}
+
+
+def factorise(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ordered ways to write `number` as a product of `parts` factors."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            yield from ((first, *rest) for rest in factorise(number // first, parts - 1))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Runs that one launcher makes one after the other from one warm parent."""
+
+    name: str
+    runs: tuple[RunSpec, ...]
+
+
+def batches(study: Study, largest: int) -> tuple[Batch, ...]:
+    """Group the runs by engine (DeepSpeed's import is paid only where it is used), at most `largest` a batch.
+
+    The grouping depends on the order of the study alone; a changed run changes its batch, whose other runs are found
+    finished and not made again.
+    """
+    grouped: list[Batch] = []
+    for engine in ("torch", "deepspeed"):
+        runs = [run for run in study.runs if run.strategy.engine == engine]
+        chunks = [tuple(runs[i : i + largest]) for i in range(0, len(runs), largest)]
+        grouped += [Batch(f"{engine}-{number:03d}", chunk) for number, chunk in enumerate(chunks)]
+    return tuple(grouped)
