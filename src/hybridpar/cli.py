@@ -19,6 +19,7 @@ from hybridpar import __version__
 from hybridpar.corpus import CorpusError
 from hybridpar.launch.folder import LaunchError
 from hybridpar.specs import SpecError, load_run_spec
+from hybridpar.study import LARGEST_BATCH, batches, load_study
 
 app = typer.Typer(
     name="hybridpar",
@@ -135,23 +136,24 @@ RUNS_DIR = Path("data/runs")
 
 @app.command()
 def batch(
-    specs: Annotated[Path, typer.Argument(metavar="BATCH.json", help="A JSON list of run specs.")],
+    path: StudyArgument,
     runs_dir: RunsDirOption = RUNS_DIR,
+    only: Annotated[str | None, typer.Option("--only", metavar="NAME", help="One batch, e.g. torch-000.")] = None,
+    largest: Annotated[int, typer.Option(min=1, help="Most runs in a batch.")] = LARGEST_BATCH,
     retries: Annotated[int, typer.Option(min=0, help="How often a crash or timeout is tried again.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write run ids and outcomes there.")] = None,
 ) -> None:
-    """Execute many run specs from one warm process; finished ones are not run again.
+    """Execute the runs of a study from one warm process; finished ones are not run again.
 
     A run that fails is a row with its reason and stops nothing: the exit code is 0 once all are accounted for.
     """
     from hybridpar.launch import run_batch
-    from hybridpar.specs import parse_run_spec, read_yaml
 
     with _one_sentence_per_fault():
-        content = read_yaml(specs)
-        if not isinstance(content, list):
-            raise SpecError([f"{specs} holds no list of run specs"])
-        results = run_batch([parse_run_spec(spec) for spec in content], runs_dir, retries=retries)
+        every = {batch.name: batch for batch in batches(load_study(path), largest)}
+        _must_be_one_of("--only", [only] if only else [], every)
+        runs = [run for name, batch in every.items() if only in (None, name) for run in batch.runs]
+        results = run_batch(runs, runs_dir, retries=retries)
         if out:
             _write_json(out, {result["run_id"]: result["outcome"] for result in results})
 
@@ -167,7 +169,6 @@ def _write_json(path: Path, content: Any) -> None:
 def study(path: StudyArgument) -> None:
     """List the runs of a study, with the reason for each that is illegal."""
     from hybridpar.legality import infeasible_reason
-    from hybridpar.study import load_study
 
     with _one_sentence_per_fault():
         for cell in load_study(path).cells:
@@ -194,7 +195,6 @@ def tables(
     """Collect the run folders of a study into tidy tables with a checked schema."""
     from hybridpar.results.schemas import TableError
     from hybridpar.results.tables import build
-    from hybridpar.study import load_study
 
     with _one_sentence_per_fault():
         try:
@@ -332,7 +332,6 @@ def _must_be_one_of(option: str, given: Iterable[str], legal: Iterable[str]) -> 
 def preflight(path: StudyArgument) -> None:
     """Look at this machine before a study is started: what is missing, and how to mend it."""
     from hybridpar.preflight import inspect
-    from hybridpar.study import load_study
 
     with _one_sentence_per_fault():
         runs = load_study(path).runs

@@ -27,6 +27,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybridpar.specs import RunSpec, SpecError, parse_run_spec, read_yaml, sentences
 
+# Runs that one launcher makes before the workflow looks up; an interrupt loses only the current run in any case.
+LARGEST_BATCH = 24
+
 Degree = Annotated[int, Field(ge=1)]
 
 

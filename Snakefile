@@ -1,0 +1,44 @@
+"""From a study file to tables, notebooks, figures, report and paper: one DAG.
+
+    snakemake --workflow-profile envs/profiles/local [--config study=NAME]
+
+The study is data/studies/NAME.yaml (default `study`; `smoke` is the short one). Runs are executed in batches, each by one
+launcher that imports torch once and forks the ranks of every run; a batch goes through with finished runs, so a
+changed cell reruns alone. What reruns what: the *content* of a batch's run specs reruns it; tables, notebooks,
+figures, report and paper are rebuilt when what they read is newer, so prose, plots and docs rerun no job.
+"""
+
+import hashlib
+import sys
+from pathlib import Path
+
+from snakemake.utils import min_version
+
+min_version("9.0")
+
+# The rules call the command line of the environment that Snakemake itself runs in.
+HYBRIDPAR = f"{sys.prefix}/bin/hybridpar"
+STUDY = config.get("study", "study")
+STUDY_FILE = f"data/studies/{STUDY}.yaml"
+TABLES = f"data/tables/{STUDY}"
+FIGURES = f"figures/{STUDY}"
+LARGEST_BATCH = int(config.get("largest_batch", 24))
+EXECUTED = f"notebooks/executed/{STUDY}"
+
+
+include: "src/rules/runs.smk"
+include: "src/rules/tables.smk"
+include: "src/rules/notebooks.smk"
+include: "src/rules/paper.smk"
+
+
+localrules:
+    all,
+
+
+rule all:
+    """Everything of one study."""
+    default_target: True
+    input:
+        "report.html",
+        "paper/paper.pdf",

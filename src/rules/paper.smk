@@ -1,0 +1,64 @@
+"""Numbers, paper and report."""
+
+PAPER_SOURCES = sorted(
+    str(path)
+    for pattern in ("*.typ", "sections/*.typ", "*.bib")
+    for path in Path("paper").glob(pattern)
+)
+ALL_SAVED = [f"{FIGURES}/{artifact}.json" for artifacts in SAVED.values() for artifact in artifacts]
+
+
+rule numbers:
+    """Every number that the paper quotes, with its runs."""
+    input:
+        tables=rules.tables.output,
+        bench=rules.collectives.output,
+        code=ARTIFACTS_CODE,
+    output:
+        f"data/tables/{STUDY}/numbers.json",
+        f"data/tables/{STUDY}/macros.tex",
+    log:
+        f"data/logs/{STUDY}/numbers.log",
+    conda:
+        "../../envs/cpu.yml"
+    shell:
+        "{HYBRIDPAR} numbers --tables-dir {TABLES} --bench {input.bench} --out {output[0]} > {log} 2>&1"
+
+
+rule paper:
+    """Fails when a result is typed by hand."""
+    input:
+        saved=ALL_SAVED,
+        numbers=rules.numbers.output[0],
+        sources=PAPER_SOURCES,
+        code=ARTIFACTS_CODE,
+    output:
+        "paper/paper.pdf",
+    params:
+        study=STUDY,
+    log:
+        f"data/logs/{STUDY}/paper.log",
+    conda:
+        "../../envs/cpu.yml"
+    shell:
+        "{HYBRIDPAR} paper --figures-dir {FIGURES} --numbers {input.numbers} --out {output} > {log} 2>&1"
+
+
+rule report:
+    """One page with everything."""
+    input:
+        saved=ALL_SAVED,
+        numbers=rules.numbers.output[0],
+        notebooks=expand(f"{EXECUTED}/{{notebook}}.html", notebook=list(SAVED)),
+        paper=rules.paper.output,
+    output:
+        "report.html",
+    params:
+        study=STUDY,
+    log:
+        f"data/logs/{STUDY}/report.log",
+    conda:
+        "../../envs/cpu.yml"
+    shell:
+        "{HYBRIDPAR} report --figures-dir {FIGURES} --numbers {input.numbers} --notebooks-dir {EXECUTED}"
+        " --paper {input.paper} --out {output} > {log} 2>&1"
