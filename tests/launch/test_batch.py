@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hybridpar.events import read_all_events, read_events
+from hybridpar.launch import batch
 from hybridpar.launch.batch import run_batch, run_one
 from hybridpar.launch.folder import LaunchError, RunFolder
 from hybridpar.specs import RunSpec, parse_run_spec
@@ -161,6 +162,29 @@ def test_tries_are_counted_over_calls(tmp_path: Path, text: Path, with_fault: Wi
     with_fault(doubles.sound)
     (fourth,) = run_batch([run], tmp_path, retries=1)
     assert fourth == third
+
+
+def test_the_ceiling_is_measured_once_a_batch_and_precision_in_a_process_of_its_own(
+    tmp_path: Path, text: Path, with_fault: WithFault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_fault(doubles.sound)
+
+    def measure(device: str, precision: str) -> float:
+        with (tmp_path / "measured").open("a") as file:
+            file.write(f"{device} {precision} {os.getpid()}\n")
+        return 2e9
+
+    monkeypatch.setattr(batch, "_measure", measure)
+    run = toy_run(text, dp=1)
+    double = run.model_copy(update={"workload": run.workload.model_copy(update={"precision": "fp64"})})
+    results = run_batch([run, toy_run(text, dp=1, seed=1), double], tmp_path)
+    lines = [line.split() for line in (tmp_path / "measured").read_text().splitlines()]
+    assert [(device, precision) for device, precision, _ in lines] == [("cpu", "fp32"), ("cpu", "fp64")]
+    assert str(os.getpid()) not in {process for _, _, process in lines}
+    assert [result["peak_flops_per_s"] for result in results] == [2e9] * 3
+    told = json.loads((tmp_path / run.run_id / "environment.json").read_text())["peak_flops"]
+    assert told["measured_flops_per_s_per_core"] == 2e9
+    assert "cores share them" in told["note"]
 
 
 def test_force_runs_again_and_leaves_nothing_of_the_first(tmp_path: Path, text: Path, with_fault: WithFault) -> None:

@@ -19,6 +19,7 @@ def test_each_rank_runs_its_body_and_gives_its_value_back(tmp_path: Path) -> Non
     exits = fork_ranks(3, lambda rank: {"square": rank**2}, deadline_s=10, log_dir=tmp_path)
     assert values(exits) == [{"square": 0}, {"square": 1}, {"square": 4}]
     assert all(end.ok and end.exit_code == 0 and end.signal is None for end in exits)
+    assert not list(tmp_path.glob("*.value")), "values are handed over, not left lying"
 
 
 def test_output_of_a_rank_is_in_its_log(tmp_path: Path) -> None:

@@ -185,7 +185,9 @@ class _Launcher:
         from hybridpar.launch.rank import forked_body
 
         body = forked_body(run, folder, device, data)
-        return fork_ranks(run.strategy.devices, body, deadline_s=run.cluster.deadline_s, log_dir=folder.logs)
+        exits = fork_ranks(run.strategy.devices, body, deadline_s=run.cluster.deadline_s, log_dir=folder.logs)
+        folder.store.unlink(missing_ok=True)
+        return exits
 
     def _ceiling(self, run: RunSpec, device: environment.Device) -> float:
         """Measured matmul rate of one core or GPU in the run's precision [FLOP/s]; in a process of its own."""

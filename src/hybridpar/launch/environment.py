@@ -48,12 +48,10 @@ def resolve_device(run: RunSpec) -> Device:
 def lacking(run: RunSpec, device: Device) -> str | None:
     """What this machine has too little of for the run, in one sentence; None when it has enough."""
     gpus, world = len(gpu_names()), run.strategy.devices
-    if device == "cuda" and gpus < world:
-        return (
-            f"cluster.device={run.cluster.device}: the strategy asks for {world} devices, "
-            f"and this machine has {gpus} GPUs; legal: cpu, or a strategy for at most {gpus} devices"
-        )
-    return None
+    if device == "cpu" or gpus >= world:
+        return None
+    asked = f"cluster.device={run.cluster.device}: the strategy asks for {world} devices, and this machine has"
+    return f"{asked} {gpus} GPUs; legal: cpu, or at most {gpus} devices" if gpus else f"{asked} no GPU; legal: cpu"
 
 
 def testbed(run: RunSpec, device: Device) -> str:

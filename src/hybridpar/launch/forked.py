@@ -234,7 +234,6 @@ def write_to_logs(rank: int, log_dir: Path) -> None:
 def _exit_of(member: _Rank, log_dir: Path) -> RankExit:
     status = member.status if member.status is not None else 0
     signalled = os.WIFSIGNALED(status)
-    value_file = log_dir / f"rank-{member.rank}.value"
     return RankExit(
         rank=member.rank,
         exit_code=None if signalled else os.WEXITSTATUS(status),
@@ -243,8 +242,15 @@ def _exit_of(member: _Rank, log_dir: Path) -> RankExit:
         log_tail=tail(log_dir / f"rank-{member.rank}.log"),
         stacks=innermost_frames(log_dir / f"rank-{member.rank}.stacks"),
         ended_at=member.ended_at,
-        value=pickle.loads(value_file.read_bytes()) if value_file.exists() and status == 0 else None,
+        value=_take_value(log_dir / f"rank-{member.rank}.value") if status == 0 else None,
     )
+
+
+def _take_value(path: Path) -> Any:
+    """What the rank, our own child, left for us."""
+    value = pickle.loads(path.read_bytes())
+    path.unlink()
+    return value
 
 
 def tail(path: Path) -> str:
