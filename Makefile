@@ -1,0 +1,69 @@
+# hybridpar: `make help` lists the targets. Each says what it does; all may be interrupted and repeated.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := envs/lock.txt
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+SNAKEMAKE := $(BIN)/snakemake --workflow-profile envs/profiles/local --quiet rules
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help env study smoke replot test test-slow lint bench lock clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1 \t\2/' | expand -t 20
+
+env: $(READY) ## build .venv from the lock (2 to 4 minutes once), with the hybridpar command in it
+
+$(READY): $(LOCK) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "hybridpar needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Use: make env PYTHON=python3.11"; exit 1; }
+	@echo "set-up: building $(VENV) from $(LOCK), a few minutes"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { \
+	  echo "no venv module: install your system's python3-venv package"; exit 1; }
+	@grep -E '^(pip|setuptools|wheel)==' envs/build.txt >/dev/null && $(PIP) -r envs/build.txt
+	@echo "set-up: torch"; $(PIP) "$$(grep -E '^torch==' $(LOCK))"
+	@echo "set-up: everything else"; $(PIP) --no-build-isolation -r $(LOCK)
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+	@echo "set-up: done; $(BIN)/hybridpar --help"
+
+study: $(READY) ## the default CPU study, to figures, notebooks, report.html and paper/paper.pdf (under an hour on 2 cores)
+	@echo "study: real jobs on this machine; progress below, results in data/runs, safe to interrupt and repeat"
+	@$(BIN)/hybridpar preflight data/studies/study.yaml
+	@$(SNAKEMAKE) --config study=study
+	@echo "study: done: report.html, paper/paper.pdf, figures/study, notebooks/executed/study, data/tables/study"
+
+smoke: $(READY) ## the short version: every strategy and family once (a few minutes)
+	@echo "smoke: real jobs on toy models; progress below, safe to interrupt and repeat"
+	@$(BIN)/hybridpar preflight data/studies/smoke.yaml
+	@$(SNAKEMAKE) --config study=smoke
+	@echo "smoke: done: report.html, paper/paper.pdf, figures/smoke, notebooks/executed/smoke, data/tables/smoke"
+
+replot: $(READY) ## notebooks, figures, report and paper again from the runs of the study that are there
+	@$(SNAKEMAKE) --config study=$${STUDY:-study} --forcerun tables
+
+test: $(READY) ## the tests (several minutes on 2 cores)
+	@echo "test: specifications of every module, real forked ranks included"
+	@$(BIN)/pytest -m "not slow"
+
+test-slow: $(READY) ## the tests that `make test` leaves out
+	@$(BIN)/pytest -m slow --timeout 1800
+
+lint: $(READY) ## ruff, mypy, snakefmt
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/snakefmt --check Snakefile src/rules
+
+bench: $(READY) ## one-device tokens/s beside transformers' Llama and Mamba-2 (not a test)
+	@$(BIN)/python tests/bench/bench_one_device.py --out data/bench/one-device.json
+
+lock: $(READY) ## write the lock anew from pyproject.toml (needs .venv)
+	@$(BIN)/pip-compile --quiet --extra dev --output-file $(LOCK) --strip-extras --no-emit-index-url \
+	  --no-emit-find-links --no-emit-trusted-host --no-emit-options --no-build-isolation --no-header pyproject.toml
+	@sed -i -E 's/^(torch==[0-9.]+)\+.*/\1/' $(LOCK)  # the index decides between the CPU and the CUDA build
+
+clean: ## remove results of studies and caches; keeps .venv and the corpus
+	@rm -rf data/runs data/batches data/tables data/bench data/logs figures/*/ notebooks/executed paper/generated \
+	  paper/paper.pdf report.html .snakemake
