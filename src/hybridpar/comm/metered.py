@@ -3,11 +3,13 @@
 It is registered as a backend of torch.distributed and hands every call to gloo (or NCCL). Of each call it keeps the
 operation, the axes of the group, logical and wire bytes, and times:
 
-    seconds   from the call to its completion, as far as somebody waited for it
+    seconds   from the call to its completion (of point-to-point messages: to the end of the wait for them)
     exposed   the part of that during which the caller did nothing but wait
 
 A caller that waits inside C++ (DDP's reducer waits on futures) is not seen waiting; there, exposed is the time from
 the last such call of a step to the last completion, since nothing is left to compute after the last bucket.
+These are times of the host: of NCCL, whose work goes on after `wait` returns, they tell the launch and not the
+transfer, while calls and bytes are as exact as with gloo.
 
 gloo's own reduce-scatter sends what an all-reduce sends, so here it is an all-to-all of the chunks and a local sum,
 which sends what the ring sends.
@@ -22,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,7 +51,11 @@ from hybridpar.mesh import AXES, RankGrid
 
 @dataclass(frozen=True)
 class CommRow:
-    """All calls of one operation over one kind of group, on this rank. Sizes in bytes, times in seconds."""
+    """All calls of one operation over one kind of group, on this rank. Sizes in bytes, times in seconds.
+
+    `group` names the axes on which the ranks of a call differ, `group_size` tells how many take part (two ends of a
+    message). `bytes` is the whole tensor: the input of a reduction, the output of a gather.
+    """
 
     op: str
     group: str
@@ -71,7 +78,8 @@ class _Call:
     exposed: float | None = None
 
     def completed(self) -> None:
-        self.end = self.end or time.perf_counter()
+        if self.end is None:
+            self.end = time.perf_counter()
 
 
 @dataclass
@@ -81,12 +89,11 @@ class Meter:
     _calls: list[_Call] = field(default_factory=list)
     _paused: int = 0
     _grid: RankGrid | None = None
-    _rank: int = 0
-    _labels: dict[tuple[int, ...], str] = field(default_factory=dict)
+    _labels: dict[tuple[int, ...], tuple[str, int]] = field(default_factory=dict)
 
-    def place(self, grid: RankGrid, rank: int) -> None:
-        """Tell the meter where it stands, so that groups get the names of axes."""
-        self._grid, self._rank = grid, rank
+    def place(self, grid: RankGrid) -> None:
+        """Tell the meter how ranks are laid out, so that groups get the names of axes."""
+        self._grid = grid
         self._labels.clear()
 
     @contextlib.contextmanager
@@ -102,7 +109,8 @@ class Meter:
         """A call starts; None while paused, and in groups of one rank, where nothing is sent."""
         if self._paused or len(ranks) < 2:
             return None
-        call = _Call(op, self._label(ranks), len(ranks), size, time.perf_counter())
+        group, group_size = self._labelled(ranks)
+        call = _Call(op, group, group_size, size, time.perf_counter())
         self._calls.append(call)
         return call
 
@@ -114,23 +122,18 @@ class Meter:
             kinds[call.op, call.group, call.ranks].append(call)
         return [_row(*kind, members) for kind, members in sorted(kinds.items())]
 
-    def _label(self, ranks: tuple[int, ...]) -> str:
+    def _labelled(self, ranks: tuple[int, ...]) -> tuple[str, int]:
         if ranks not in self._labels:
-            self._labels[ranks] = axis_label(self._grid, self._rank, ranks)
+            self._labels[ranks] = (axis_label(self._grid, ranks), len(ranks))
         return self._labels[ranks]
 
 
-def axis_label(grid: RankGrid | None, rank: int, ranks: tuple[int, ...]) -> str:
-    """The fewest axes whose group around `rank` is `ranks`, e.g. "tp" or "dp+tp"; "world" without a grid."""
+def axis_label(grid: RankGrid | None, ranks: Sequence[int]) -> str:
+    """The axes along which the ranks differ, e.g. "tp" or "dp+tp"; "world" without a grid."""
     if grid is None:
         return "world"
-    wide = [axis for axis in AXES if getattr(grid, axis) > 1]
-    subsets = sorted(range(1, 1 << len(wide)), key=int.bit_count)
-    for subset in subsets:
-        axes = [axis for i, axis in enumerate(wide) if subset >> i & 1]
-        if grid.group_of(rank, *axes) == tuple(sorted(ranks)):
-            return "+".join(axes)
-    return "other"
+    places = [grid.coordinate(rank) for rank in ranks]
+    return "+".join(axis for axis in AXES if len({getattr(place, axis) for place in places}) > 1)
 
 
 def _row(op: str, group: str, ranks: int, calls: Sequence[_Call]) -> CommRow:
@@ -219,7 +222,6 @@ class MeteredGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._inner = inner
         self._honest = honest_reduce_scatter
-        self._ranks: tuple[int, ...] | None = None
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "metered"
@@ -230,25 +232,28 @@ class MeteredGroup(dist.ProcessGroup):
         return str(dist.distributed_c10d._world.pg_names[self])
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        return self._run("all-reduce", tensors, lambda: self._inner.allreduce(tensors, opts or AllreduceOptions()))
+        options = opts or AllreduceOptions()
+        return self._run("all_reduce", tensors, options, lambda: self._inner.allreduce(tensors, options))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         options = opts or AllreduceCoalescedOptions()
-        return self._run("all-reduce", tensors, lambda: self._inner.allreduce_coalesced(tensors, options))
+        return self._run("all_reduce", tensors, options, lambda: self._inner.allreduce_coalesced(tensors, options))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        return self._run("broadcast", tensors, lambda: self._inner.broadcast(tensors, opts or BroadcastOptions()))
+        options = opts or BroadcastOptions()
+        return self._run("broadcast", tensors, options, lambda: self._inner.broadcast(tensors, options))
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        return self._run("reduce", tensors, lambda: self._inner.reduce(tensors, opts or ReduceOptions()))
+        options = opts or ReduceOptions()
+        return self._run("reduce", tensors, options, lambda: self._inner.reduce(tensors, options))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         options = opts or AllgatherOptions()
-        return self._run("all-gather", outputs[0], lambda: self._inner.allgather(outputs, inputs, options))
+        return self._run("all_gather", outputs[0], options, lambda: self._inner.allgather(outputs, inputs, options))
 
     def all_gather_single(self, output: Tensor, input_: Tensor, opts: Any = None) -> Work:
         options = opts or AllgatherOptions()
-        return self._run("all-gather", [output], lambda: self._inner._allgather_base(output, input_, options))
+        return self._run("all_gather", [output], options, lambda: self._inner._allgather_base(output, input_, options))
 
     _allgather_base = all_gather_single
 
@@ -259,36 +264,40 @@ class MeteredGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         options = opts or ReduceScatterOptions()
-        if not self._honest:
-            return self._run("reduce-scatter", inputs[0], lambda: self._inner.reduce_scatter(outputs, inputs, options))
-        sizes = {part.numel() for part in inputs[0]}
-        if len(sizes) > 1:
-            return self._run("reduce-scatter", inputs[0], lambda: self._inner.reduce_scatter(outputs, inputs, options))
-        return self.reduce_scatter_single(outputs[0], torch.cat([part.reshape(-1) for part in inputs[0]]), options)
+        if self._honest:
+            chunks = torch.cat([part.reshape(-1) for part in inputs[0]])
+            return self._scattered_sum(outputs[0], chunks, [part.numel() for part in inputs[0]], options)
+        return self._run(
+            "reduce_scatter", inputs[0], options, lambda: self._inner.reduce_scatter(outputs, inputs, options)
+        )
 
     def reduce_scatter_single(self, output: Tensor, input_: Tensor, opts: Any = None) -> Work:
         options = opts or ReduceScatterOptions()
-        operation = options.reduceOp
-        if not self._honest or operation not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            return self._run(
-                "reduce-scatter", [input_], lambda: self._inner._reduce_scatter_base(output, input_, options)
-            )
-        chunks = input_.contiguous().view(-1)
-        received = torch.empty_like(chunks)
-        ranks = self.size()
-
-        def sum_chunks() -> None:
-            total = received.view(ranks, -1).sum(0)
-            output.copy_((total / ranks if operation == dist.ReduceOp.AVG else total).view_as(output))
-
+        if self._honest:
+            chunks = input_.contiguous().view(-1)
+            return self._scattered_sum(output, chunks, [output.numel()] * self.size(), options)
         return self._run(
-            "reduce-scatter",
-            [input_],
-            lambda: self._inner.alltoall_base(received, chunks, [], [], AllToAllOptions()),
-            sum_chunks,
+            "reduce_scatter", [input_], options, lambda: self._inner._reduce_scatter_base(output, input_, options)
         )
 
     _reduce_scatter_base = reduce_scatter_single
+
+    def _scattered_sum(self, output: Tensor, chunks: Tensor, sizes: list[int], options: Any) -> Work:
+        """Send chunk r (`sizes[r]` elements, equal on all ranks) to rank r, and reduce what arrives into `output`."""
+        ranks, own = self.size(), output.numel()
+        received = chunks.new_empty(ranks * own)
+        reduce = _reduction(options.reduceOp)
+
+        def reduce_received() -> None:
+            output.copy_(reduce(received.view(ranks, own)).view_as(output))
+
+        return self._run(
+            "reduce_scatter",
+            [chunks],
+            options,
+            lambda: self._inner.alltoall_base(received, chunks, [own] * ranks, sizes, AllToAllOptions()),
+            reduce_received,
+        )
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         return _Together([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
@@ -300,8 +309,9 @@ class MeteredGroup(dist.ProcessGroup):
     ) -> Work:
         options = opts or AllToAllOptions()
         return self._run(
-            "all-to-all",
+            "all_to_all",
             [input_],
+            options,
             lambda: self._inner.alltoall_base(output, input_, output_splits, input_splits, options),
         )
 
@@ -309,6 +319,7 @@ class MeteredGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """As one all-to-all of concatenated tensors: gloo has no other."""
+        options = opts or AllToAllOptions()
         sent = torch.cat([part.reshape(-1) for part in inputs])
         received = sent.new_empty(sum(part.numel() for part in outputs))
         output_splits, input_splits = [part.numel() for part in outputs], [part.numel() for part in inputs]
@@ -318,41 +329,76 @@ class MeteredGroup(dist.ProcessGroup):
                 part.copy_(values.view_as(part))
 
         return self._run(
-            "all-to-all",
+            "all_to_all",
             [sent],
-            lambda: self._inner.alltoall_base(received, sent, output_splits, input_splits, AllToAllOptions()),
+            options,
+            lambda: self._inner.alltoall_base(received, sent, output_splits, input_splits, options),
             unpack,
         )
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        return self._run(
-            "gather", inputs * self.size(), lambda: self._inner.gather(outputs, inputs, opts or GatherOptions())
-        )
+        options, whole = opts or GatherOptions(), inputs * self.size()
+        return self._run("gather", whole, options, lambda: self._inner.gather(outputs, inputs, options))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
-        return self._run(
-            "scatter", outputs * self.size(), lambda: self._inner.scatter(outputs, inputs, opts or ScatterOptions())
-        )
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        return self._run("send", tensors, lambda: self._inner.send(tensors, dst, tag))
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        return self._run("recv", tensors, lambda: self._inner.recv(tensors, src, tag))
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        return self._run("recv", tensors, lambda: self._inner.recv_anysource(tensors, tag))
+        options, whole = opts or ScatterOptions(), outputs * self.size()
+        return self._run("scatter", whole, options, lambda: self._inner.scatter(outputs, inputs, options))
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._run("barrier", [], lambda: self._inner.barrier(opts or BarrierOptions()))
+        options = opts or BarrierOptions()
+        return self._run("barrier", [], options, lambda: self._inner.barrier(options))
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        return self._message("send", tensors, dst, lambda: self._inner.send(tensors, dst, tag))
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        return self._message("recv", tensors, src, lambda: self._inner.recv(tensors, src, tag))
 
     def _run(
-        self, op: str, tensors: Sequence[Tensor], start: Callable[[], Work], finish: Callable[[], None] | None = None
+        self,
+        op: str,
+        tensors: Sequence[Tensor],
+        options: Any,
+        start: Callable[[], Work],
+        finish: Callable[[], None] | None = None,
     ) -> Work:
-        if self._ranks is None:
-            self._ranks = tuple(dist.get_process_group_ranks(self))
-        call = meter().begin(op, self._ranks, sum(t.numel() * t.element_size() for t in tensors))
-        return _MeteredWork(start(), call, finish)
+        call = meter().begin(op, self._members, _size(tensors))
+        work = start()
+        if call is not None and finish is None and options.asyncOp:  # a caller that waits at once learns the end so
+            work.get_future().add_done_callback(lambda _done: call.completed())
+        return _MeteredWork(work, call, finish)
+
+    def _message(self, op: str, tensors: Sequence[Tensor], peer: int, start: Callable[[], Work]) -> Work:
+        """A message belongs to the axis on which its two ends differ, whatever group it is sent in."""
+        ends = (self._members[self.rank()], self._members[peer])
+        call = meter().begin(op, ends, _size(tensors))
+        return _MeteredWork(start(), call)
+
+    @cached_property
+    def _members(self) -> tuple[int, ...]:
+        """Global ranks of the group, known once torch.distributed has registered it."""
+        return tuple(dist.get_process_group_ranks(self))
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _reduction(operation: Any) -> Callable[[Tensor], Tensor]:
+    """How to reduce dim 0 of (ranks, elements).
+
+    Raises:
+        NotImplementedError: for bitwise and scaled reductions.
+    """
+    if operation == dist.ReduceOp.SUM:
+        return lambda received: received.sum(0)
+    if operation == dist.ReduceOp.AVG:
+        return lambda received: received.sum(0) / len(received)
+    if operation == dist.ReduceOp.MAX:
+        return lambda received: received.amax(0)
+    if operation == dist.ReduceOp.MIN:
+        return lambda received: received.amin(0)
+    raise NotImplementedError(f"reduce-scatter on CPU reduces by SUM, AVG, MAX or MIN, not {operation}")
 
 
 class _Together(Work):

@@ -15,10 +15,10 @@ def _share(n: int, m: int) -> int:
 
 
 _WIRE: Mapping[str, Callable[[int, int], int]] = {
-    "all-reduce": lambda n, m: 2 * m * (n - 1) // n,  # reduce-scatter, then all-gather
-    "all-gather": _share,
-    "reduce-scatter": _share,
-    "all-to-all": _share,
+    "all_reduce": lambda n, m: 2 * m * (n - 1) // n,  # reduce-scatter, then all-gather
+    "all_gather": _share,
+    "reduce_scatter": _share,
+    "all_to_all": _share,
     "broadcast": _share,  # the mean over ranks: n - 1 of them receive M
     "reduce": _share,
     "gather": _share,
