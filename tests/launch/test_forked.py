@@ -108,6 +108,11 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
     assert wait_for(lambda: not any(lives(rank) for rank in ranks), 3)
 
 
+def test_a_rank_that_ends_itself_gives_no_value(tmp_path: Path) -> None:
+    (end,) = fork_ranks(1, lambda rank: os._exit(0), deadline_s=10, log_dir=tmp_path)
+    assert (end.exit_code, end.value) == (0, None)
+
+
 def test_logs_of_an_earlier_try_are_not_mixed_in(tmp_path: Path) -> None:
     fork_ranks(2, lambda rank: print("first try"), deadline_s=10, log_dir=tmp_path)
     (end,) = fork_ranks(1, lambda rank: print("second try"), deadline_s=10, log_dir=tmp_path)

@@ -247,7 +247,9 @@ def _exit_of(member: _Rank, log_dir: Path) -> RankExit:
 
 
 def _take_value(path: Path) -> Any:
-    """What the rank, our own child, left for us."""
+    """What the rank, our own child, left for us; None when it ended itself before it could."""
+    if not path.exists():
+        return None
     value = pickle.loads(path.read_bytes())
     path.unlink()
     return value
