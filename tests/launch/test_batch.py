@@ -78,13 +78,13 @@ def test_a_rank_killed_by_force_is_a_crash_within_a_second(tmp_path: Path, text:
 
 def test_a_hang_is_a_timeout_with_stacks(tmp_path: Path, text: Path, with_fault: WithFault) -> None:
     with_fault(doubles.hangs)
-    result = run_one(toy_run(text, deadline_s=2.5), tmp_path)
+    result = run_one(toy_run(text, deadline_s=4.0), tmp_path)
     assert result["outcome"] == "timeout"
-    assert "cluster.deadline_s=2.5 s" in result["reason"]
+    assert "cluster.deadline_s=4 s" in result["reason"]
     stacks = "\n".join(result["evidence"])
     assert "in hangs" in stacks, "the rank at fault tells where it slept"
     assert "in all_reduce" in stacks, "its victim tells that it waited"
-    assert 2.5 <= result["wall_s"]["total"] < 5
+    assert 4.0 <= result["wall_s"]["total"] < 12
 
 
 def test_memory_that_cannot_be_had_is_oom(tmp_path: Path, text: Path, with_fault: WithFault) -> None:

@@ -42,7 +42,7 @@ def _one_fails(rank: int) -> None:
 def test_a_rank_that_raises_takes_the_others_down_at_once(tmp_path: Path) -> None:
     start = time.monotonic()
     exits = fork_ranks(3, _one_fails, deadline_s=30, log_dir=tmp_path)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     assert (exits[1].exit_code, exits[1].killed_by_launcher) == (1, False)
     assert "ValueError: rank one gives up" in exits[1].log_tail
     assert [end.killed_by_launcher for end in exits] == [True, False, True]
@@ -66,8 +66,8 @@ def test_a_rank_that_is_killed_is_told_from_those_the_launcher_killed(tmp_path: 
 
 def test_the_deadline_ends_all_and_keeps_their_stacks(tmp_path: Path) -> None:
     start = time.monotonic()
-    exits = fork_ranks(2, lambda rank: time.sleep(60), deadline_s=0.5, log_dir=tmp_path)
-    assert 0.5 <= time.monotonic() - start < 4
+    exits = fork_ranks(2, lambda rank: time.sleep(60), deadline_s=2.0, log_dir=tmp_path)
+    assert 2.0 <= time.monotonic() - start < 10
     assert all(end.killed_by_launcher for end in exits)
     assert all("most recent call first" in end.stacks for end in exits)
 
