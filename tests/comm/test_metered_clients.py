@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import mse_loss
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridpar.comm.metered import meter
 from hybridpar.comm.process_group import ProcessMesh
+from hybridpar.launch.forked import preload
 from hybridpar.specs import Strategy
 from tests.comm.test_metered import counted
 from tests.comm.world import in_world
@@ -139,3 +140,36 @@ def test_zero1_of_torch_broadcasts_each_updated_parameter() -> None:
 
     for rows in in_world(TWO, body):
         assert {op: size for (op, _, _), (_, size, _) in rows.items()} == {"broadcast": 27 * FLOAT}
+
+
+def test_zero1_of_deepspeed_reduces_gradients_and_gathers_padded_parameters() -> None:
+    preload(deepspeed=True)
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+
+    def body(mesh: ProcessMesh) -> Any:
+        import deepspeed
+
+        os.environ["LOCAL_RANK"] = str(mesh.rank)
+        for kernel in deepspeed.ops.__compatible_ops__:  # no C++ is compiled for a test
+            deepspeed.ops.__compatible_ops__[kernel] = False
+        module = _layers()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+        for _ in range(2):
+            meter().drain()
+            engine.backward(engine(torch.ones(2, 5)).sum())
+            backward = counted(meter().drain())
+            engine.step()
+        return backward, counted(meter().drain())
+
+    for backward, step in in_world(TWO, body):
+        assert backward == {("all_reduce", "dp", 2): (1, 27 * FLOAT, 27 * FLOAT)}
+        assert step == {
+            ("all_gather", "dp", 2): (1, 28 * FLOAT, 14 * FLOAT),
+            ("all_reduce", "dp", 2): (1, FLOAT, FLOAT),  # the gradient's norm
+        }
