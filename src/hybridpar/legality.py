@@ -166,6 +166,15 @@ def _deepspeed(run: RunSpec) -> Iterator[Violation]:
     strategy = run.strategy
     if strategy.engine != "deepspeed":
         return
+    if run.workload.precision != "fp32":
+        precision = run.workload.precision
+        yield Violation("workload.precision", precision, "engine=deepspeed is compared in fp32 in this version", "fp32")
+    if strategy.recompute != "none":
+        yield Violation("strategy.recompute", strategy.recompute, "not available with engine=deepspeed", "none")
+    if strategy.pp > 1 and strategy.zero == 0:
+        # and so it keeps no global norm either, which every run must report
+        reason = "DeepSpeed's pipeline engine silently does not clip in fp32 at ZeRO-0"
+        yield Violation("strategy.zero", strategy.zero, reason, "1, with dp of 2 or more")
     if strategy.tp > 1:
         yield Violation("strategy.tp", strategy.tp, "engine=deepspeed is offered for dp and pp", "1, or engine=torch")
     if strategy.pp > 1 and strategy.zero > 1:

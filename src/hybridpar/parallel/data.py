@@ -14,7 +14,10 @@ from hybridpar.parallel.collectives import sum_in_place
 
 
 def replicate(module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
-    """DDP over `group`; gradients are means over its ranks."""
+    """DDP over `group`; gradients are means over its ranks.
+
+    In its second step DDP broadcasts the order in which gradients came, and lays its buckets out anew.
+    """
     # init_sync: every rank drew the same parameters already.
     return DistributedDataParallel(module, process_group=group, init_sync=False, gradient_as_bucket_view=True)
 

@@ -41,6 +41,11 @@ class Engine(Protocol):
         """Every parameter, whole, by its name in the one-device model; on every rank."""
         ...
 
+    def keep_gradients(self) -> None:
+        """From now on keep what `dense_gradients` needs, if the engine would free it within a step."""
+        ...
+
     def dense_gradients(self) -> dict[str, Tensor]:
-        """Every gradient of the last step as the optimizer used it (clipped), whole; on every rank."""
+        """Every gradient of the last step as the optimizer used it (clipped), whole; on every rank. Wants
+        `keep_gradients` called before the step."""
         ...

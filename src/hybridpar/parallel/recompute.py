@@ -10,7 +10,11 @@ from hybridpar.models.lm import LanguageModel
 
 
 def recompute_blocks(lm: LanguageModel) -> None:
-    """Wrap every block's forward; in place. Its collectives run again too, as in Megatron-LM."""
+    """Wrap every block's forward; in place.
+
+    Its collectives run again too, but for one that ends a block whose backward does not need its result (the last
+    all-reduce of an MLP): torch stops a recomputation once everything that was saved is there.
+    """
     for block in lm.blocks.values():
         # Nothing in the models is random, so no generator state is kept.
         again = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -70,6 +70,9 @@ class TorchEngine:
         """See `Engine.dense_parameters`."""
         return gather_dense(self._run, self._mesh, self._parameters)
 
+    def keep_gradients(self) -> None:
+        """See `Engine.keep_gradients`: torch keeps them until the next step anyway."""
+
     def dense_gradients(self) -> dict[str, Tensor]:
         """See `Engine.dense_gradients`."""
         return gather_dense(

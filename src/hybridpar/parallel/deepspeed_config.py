@@ -1,0 +1,31 @@
+"""A RunSpec as DeepSpeed's configuration. No torch here.
+
+Keys as documented at DeepSpeed's configuration reference, version 0.19.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridpar.specs import RunSpec
+
+# DeepSpeed prints its timers every so many steps; never is what we want.
+_NEVER = 10**9
+
+
+def deepspeed_config(run: RunSpec) -> dict[str, Any]:
+    """The configuration of one run; what it leaves out keeps DeepSpeed's default."""
+    config: dict[str, Any] = {
+        "train_batch_size": run.workload.global_batch,
+        "train_micro_batch_size_per_gpu": run.workload.micro_batch,
+        "gradient_accumulation_steps": run.micro_batches,
+        "gradient_clipping": run.workload.grad_clip,
+        # torch's own AdamW and SGD, the same that the torch engine uses
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": _NEVER,
+        "wall_clock_breakdown": False,
+    }
+    if run.strategy.zero:
+        config["zero_optimization"] = {"stage": run.strategy.zero, "overlap_comm": run.strategy.overlap}
+    return config

@@ -1,0 +1,168 @@
+"""The second engine: DeepSpeed's ZeRO-0 to 3 over replicas, and its PipelineModule.
+
+Same model, same initial parameters, same data, same optimizer as the torch engine; what differs is who moves the
+tensors. DeepSpeed frees gradients within its step, so what a check wants to see of them is taken just before the
+update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridpar.comm.metered import meter
+from hybridpar.comm.process_group import ProcessMesh
+from hybridpar.mesh import Coordinate
+from hybridpar.models.lm import LanguageModel
+from hybridpar.models.loss import next_token_loss
+from hybridpar.parallel.deepspeed_config import deepspeed_config
+from hybridpar.parallel.deepspeed_start import adopt_process_group, initialize
+from hybridpar.parallel.engine import Engine, Parts, StepResult
+from hybridpar.parallel.layout import Layout, build_part
+from hybridpar.parallel.zero import build_optimizer
+from hybridpar.specs import RunSpec, Strategy
+
+_EPSILON = 1e-6  # DeepSpeed scales by clip / (norm + 1e-6), as torch does
+
+
+def build(run: RunSpec, mesh: ProcessMesh) -> Engine:
+    """Lay `run` out with DeepSpeed. Collective."""
+    adopt_process_group(mesh)
+    lm = _dense_model(run, mesh)
+    if run.strategy.pp > 1:
+        from hybridpar.parallel.deepspeed_pipeline import build_pipeline
+
+        return build_pipeline(run, mesh, lm)
+    optimizer = build_optimizer(lm.parameters(), run.workload, None)
+    engine = initialize(model=lm, optimizer=optimizer, config=deepspeed_config(run))
+    return ReplicatedEngine(run, mesh, engine, dict(lm.named_parameters()))
+
+
+def _dense_model(run: RunSpec, mesh: ProcessMesh) -> LanguageModel:
+    """The whole model with its initial parameters; DeepSpeed splits it itself."""
+    whole = run.model_copy(update={"strategy": Strategy()})
+    return build_part(Layout(whole, Coordinate(0, 0, 0, 0)), mesh.device)
+
+
+class DeepSpeedEngine:
+    """What both kinds share; `parameters` are this rank's, by dense name."""
+
+    def __init__(self, run: RunSpec, mesh: ProcessMesh, engine: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._run, self._mesh, self._engine, self._parameters = run, mesh, engine, dict(parameters)
+        self._gradients: dict[str, Tensor] = {}
+        self._gradient_bytes = 0
+        self._whole_norm = 0.0
+        self._keeps_gradients = False
+        self._update = engine._take_model_step
+        engine._take_model_step = self._look_and_update
+
+    def keep_gradients(self) -> None:
+        """See `Engine.keep_gradients`."""
+        self._keeps_gradients = True
+
+    def parts(self) -> Parts:
+        """See `Engine.parts`. Gradients as they were before the last update, which freed them."""
+        gradients = torch.empty(self._gradient_bytes, dtype=torch.uint8, device="meta")
+        held = tuple(_held(p) for p in self._parameters.values())
+        own = {tensor.untyped_storage().data_ptr() for tensor in held}
+        return Parts(
+            parameters=held,
+            gradients=(gradients,) if self._gradient_bytes else (),
+            optimizer=tuple(t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in own),
+            buffers=tuple(self._engine.module.buffers()),
+        )
+
+    def dense_parameters(self) -> dict[str, Tensor]:
+        """See `Engine.dense_parameters`."""
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with (
+            meter().paused(),
+            GatheredParameters(list(self._parameters.values()), enabled=self._run.strategy.zero == 3),
+        ):
+            return self._over_stages({name: p.detach().clone() for name, p in self._parameters.items()})
+
+    def dense_gradients(self) -> dict[str, Tensor]:
+        """See `Engine.dense_gradients`.
+
+        Raises:
+            RuntimeError: no step was taken since `keep_gradients`.
+        """
+        if not self._gradients:
+            raise RuntimeError("gradients are kept from the call of keep_gradients on, and no step was taken since")
+        norm, largest = self._norm(), self._run.workload.grad_clip
+        scale = largest / (norm + _EPSILON) if largest and norm > largest else 1.0
+        with meter().paused():
+            return self._over_stages({name: grad * scale for name, grad in self._gradients.items()})
+
+    def _look_and_update(self, *arguments: Any, **options: Any) -> Any:
+        self._gradient_bytes = sum(_bytes(t) for t in self._gradient_tensors())
+        if self._run.strategy.zero == 0:
+            grads = [p.grad for p in self._parameters.values() if p.grad is not None]
+            self._whole_norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().item()
+        if self._keeps_gradients:
+            with meter().paused():
+                self._gradients = {name: self._whole_gradient(p) for name, p in self._parameters.items()}
+        return self._update(*arguments, **options)
+
+    def _whole_gradient(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient = safe_get_full_grad(parameter) if self._run.strategy.zero else parameter.grad
+        if gradient is None:
+            raise RuntimeError("DeepSpeed shows no gradient before its update")
+        return gradient.detach().clone().view(_shape(parameter))
+
+    def _gradient_tensors(self) -> Iterator[Tensor]:
+        yield from (p.grad for p in self._parameters.values() if p.grad is not None)
+        partitions = getattr(self._engine.optimizer, "averaged_gradients", {})
+        for group in partitions.values():
+            yield from (tensor for tensor in group or () if tensor is not None)
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        inner = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        for group in inner.param_groups:  # ZeRO's own copies of the parameters that a rank updates
+            yield from (p.detach() for p in group["params"])
+
+    def _norm(self) -> float:
+        """The global norm before clipping; DeepSpeed does not keep it at ZeRO-0, where every rank has all gradients."""
+        return self._whole_norm if self._run.strategy.zero == 0 else float(self._engine.get_global_grad_norm())
+
+    def _over_stages(self, held: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.cpu() for name, tensor in held.items()}
+
+
+class ReplicatedEngine(DeepSpeedEngine):
+    """ZeRO-0 to 3 over data replicas; see `hybridpar.parallel.engine.Engine`."""
+
+    def step(self, tokens: Tensor, targets: Tensor) -> StepResult:
+        """See `Engine.step`."""
+        micro_batches = self._run.micro_batches
+        total = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        for inputs, outputs in zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+            loss = next_token_loss(self._engine(inputs), outputs)
+            self._engine.backward(loss)  # divides by the number of micro-batches
+            self._engine.step()  # updates at the last of them
+            total += loss.detach()
+        with meter().paused():  # for the log, no part of the strategy
+            dist.all_reduce(total)
+        return StepResult(total.item() / (micro_batches * self._run.strategy.dp), self._norm())
+
+
+def _held(parameter: nn.Parameter) -> Tensor:
+    """What a rank holds of a parameter: its partition under ZeRO-3, else all of it."""
+    return getattr(parameter, "ds_tensor", parameter).detach()
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
