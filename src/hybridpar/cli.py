@@ -132,6 +132,8 @@ def schema(
 StudyArgument = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="A study, e.g. data/studies/smoke.yaml.")]
 RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Parent of the run folders.")]
 RUNS_DIR = Path("data/runs")
+COLLECTIVE_WORLDS = (2, 4, 8)
+COLLECTIVE_SIZES = tuple(4**exponent for exponent in range(5, 12))  # 1 KiB to 4 MiB
 
 
 @app.command()
@@ -342,3 +344,34 @@ def preflight(path: StudyArgument) -> None:
     faults = [f"{finding.name}: {finding.remedy}" for finding in findings if not finding.ok]
     if faults:
         _fail(faults)
+
+
+@app.command()
+def collectives(
+    out: OutOption,
+    world: Annotated[list[int] | None, typer.Option(min=2, help="Numbers of ranks (may be repeated).")] = None,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="Bytes of the whole tensor (may be repeated).")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Samples of each.")] = 5,
+) -> None:
+    """Measure what a collective costs on this machine, by operation, size and number of ranks."""
+    from hybridpar.launch.forked import preload
+    from hybridpar.measure.collective_bench import bench
+
+    with _one_sentence_per_fault():
+        preload()
+        rows = []
+        for ranks in world or COLLECTIVE_WORLDS:
+            typer.echo(f"collectives over {ranks} ranks")
+            rows += bench(ranks, size or COLLECTIVE_SIZES, repeats=repeats)
+        _write_rows(out, rows)
+        typer.echo(f"{out}: {len(rows)} measurements")
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    pq.write_table(pa.Table.from_pylist(rows), temporary)
+    temporary.replace(path)
