@@ -6,11 +6,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from hybridpar.comm.process_group import ProcessMesh
+from hybridpar.launch.forked import preload
 from hybridpar.measure.memory import HeldBytes, MemoryAccountant, storage_bytes
+from hybridpar.parallel.clip import local_tensor
 from hybridpar.parallel.engine import Parts
+from hybridpar.specs import Strategy
+from tests.comm.world import in_world
 
 FLOAT = 4
 
@@ -124,20 +130,21 @@ def test_nothing_is_saved_without_gradients() -> None:
     assert _held(module, step).activations == 0
 
 
-def test_recomputed_blocks_keep_their_input_alone() -> None:
-    module = nn.Sequential(*(_Stack() for _ in range(1)))
-    widen = nn.Linear(4, 6, bias=False)
-    blocks = nn.Sequential(module, widen)
+def test_recomputed_blocks_keep_their_inputs_and_one_inside_at_a_time() -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 10, bias=False), nn.ReLU(), nn.Linear(10, 6)) for _ in range(3))
     x = torch.ones(3, 6, requires_grad=True)
 
-    def plain() -> None:
-        blocks(x).sum().backward()
+    def step(recompute: bool) -> Callable[[], None]:
+        def run() -> None:
+            out = x
+            for block in blocks:
+                out = checkpoint(block, out, use_reentrant=False) if recompute else block(out)
+            out.sum().backward()
 
-    def recomputed() -> None:
-        checkpoint(blocks, x, use_reentrant=False).sum().backward()
+        return run
 
-    assert _held(blocks, plain).activations == 3 * (6 + 10 + 4) * FLOAT
-    assert _held(blocks, recomputed).activations >= 3 * 6 * FLOAT
+    assert _held(blocks, step(recompute=False)).activations == 3 * (3 * 6 + 3 * 10) * FLOAT
+    assert _held(blocks, step(recompute=True)).activations == (3 * 3 * 6 + 3 * 10) * FLOAT
 
 
 def test_the_step_computes_what_it_computes_unobserved() -> None:
@@ -154,3 +161,35 @@ def test_the_step_computes_what_it_computes_unobserved() -> None:
 def test_storages_count_once_and_empty_tensors_not_at_all() -> None:
     x = torch.ones(6)
     assert storage_bytes([x, x[2:], x.view(2, 3), torch.empty(0)]) == 6 * FLOAT
+
+
+def test_sharded_parameters_count_whole_while_they_are_gathered() -> None:
+    preload()
+
+    def body(mesh: ProcessMesh) -> tuple[HeldBytes, HeldBytes]:
+        def stepped(reshard: bool) -> HeldBytes:
+            module = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 4, bias=False))
+            for layer in module:
+                fully_shard(layer, mesh=mesh.device_mesh["dp"], reshard_after_forward=reshard)
+
+            def parts() -> Parts:
+                return Parts(
+                    parameters=tuple(local_tensor(p.detach()) for p in module.parameters()),
+                    gradients=tuple(local_tensor(p.grad) for p in module.parameters() if p.grad is not None),
+                    optimizer=(),
+                    buffers=(),
+                )
+
+            accountant = MemoryAccountant(parts)
+            with accountant:
+                module(torch.ones(2, 5)).sum().backward()
+            return accountant.peak()
+
+        return stepped(reshard=True), stepped(reshard=False)
+
+    shards, first, second = (2 * 5 + 2 * 3) * FLOAT, 4 * 5 * FLOAT, 4 * 3 * FLOAT  # 3 rows are stored as 2 + 2
+    for resharded, kept in in_world(Strategy(dp=2), body):
+        assert resharded.parameters == shards + max(first, second)
+        assert kept.parameters == shards + first + second
+        assert resharded.gradients == kept.gradients
+        assert resharded.activations == kept.activations == (2 * 5 + 2 * 3) * FLOAT

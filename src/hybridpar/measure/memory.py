@@ -2,22 +2,28 @@
 
 Activations are what autograd saves for the backward pass: each storage once however many views of it are saved,
 parameters left out, alive from its saving to the moment the graph lets go of it, so that the micro-batches in flight
-of a pipeline add up. Parameters that a sharded layout gathers for a while (FSDP) count as parameters while they are
-whole. Not seen: what an operator allocates and frees inside one call, and what a recomputed block saves again
-(its saved input is seen).
+of a pipeline add up. A recomputed block counts its input until its backward, then what it saves anew. Parameters that
+a sharded layout gathers for a while (FSDP) count as parameters while they are whole. Not seen: what an operator
+allocates and frees inside one call, and the buffers of communication.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook
 
 if TYPE_CHECKING:
     from hybridpar.parallel.engine import Parts
@@ -53,9 +59,10 @@ class _Saved:
 
 
 class _Ledger:
-    """Storages alive, with how often each is held, and the largest sum seen."""
+    """Storages alive, with how often each is held, and the largest sum seen. Autograd may let go in its threads."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # letting go may interrupt holding, in one thread
         self.peak = 0
         self._live = 0
         self._holders: Counter[int] = Counter()
@@ -64,18 +71,20 @@ class _Ledger:
     def hold(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
-        self._holders[key] += 1
-        if self._holders[key] == 1:
-            self._sizes[key] = storage.nbytes()
-            self._live += storage.nbytes()
-            self.peak = max(self.peak, self._live)
+        with self._lock:
+            self._holders[key] += 1
+            if self._holders[key] == 1:
+                self._sizes[key] = storage.nbytes()
+                self._live += storage.nbytes()
+                self.peak = max(self.peak, self._live)
         return key
 
     def release(self, key: int) -> None:
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            del self._holders[key]
-            self._live -= self._sizes.pop(key)
+        with self._lock:
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self._live -= self._sizes.pop(key)
 
 
 class MemoryAccountant:
@@ -88,23 +97,23 @@ class MemoryAccountant:
     def __init__(self, parts: Callable[[], Parts]) -> None:
         self._parts = parts
         self._activations = _Ledger()
-        self._gathered: dict[int, torch.UntypedStorage] = {}
+        self._gathered: dict[int, StorageWeakRef] = {}
         self._gathered_peak = 0
         self._resident: frozenset[int] = frozenset()
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._watching = contextlib.ExitStack()
         self._after: Parts | None = None
 
     def __enter__(self) -> MemoryAccountant:
         self._resident = frozenset(t.untyped_storage().data_ptr() for t in self._parts().parameters)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._hooks.__enter__()
+        self._watching.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+        self._watching.enter_context(_recomputation_told_to(self._note_recomputed))
+        self._watching.callback(register_module_forward_hook(self._note_parameters).remove)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._hooks is not None
-        self._hooks.__exit__(kind, error, trace)
+        self._watching.close()
         self._after = self._parts()
 
     def peak(self) -> HeldBytes:
@@ -120,20 +129,72 @@ class MemoryAccountant:
 
     def _pack(self, tensor: Tensor) -> _Saved | Tensor:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        base = local._base if local._is_view() and local._base is not None else local
-        if isinstance(base, nn.Parameter) or local.untyped_storage().data_ptr() in self._resident:
-            self._note_parameter(local)
+        if self._is_parameter(local):
             return tensor
         return _Saved(local, self._activations) if local is tensor else tensor
 
-    def _note_parameter(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._resident:
-            return
-        self._gathered[storage._cdata] = storage
-        # FSDP empties a storage when it reshards: what is whole right now is what still has bytes.
-        self._gathered_peak = max(self._gathered_peak, sum(held.nbytes() for held in self._gathered.values()))
+    def _note_recomputed(self, tensor: Tensor, handle: object) -> None:
+        """A recomputation saved `tensor`, for as long as `handle` lives."""
+        if not self._is_parameter(tensor):
+            weakref.finalize(handle, self._activations.release, self._activations.hold(tensor))
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        return isinstance(base, nn.Parameter) or self._is_resident(tensor)
+
+    def _is_resident(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._resident
+
+    def _note_parameters(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        """After a module's forward its parameters are whole, before a layout that gathered them lets go of them."""
+        for parameter in module.parameters(recurse=False):
+            if isinstance(parameter, DTensor) or self._is_resident(parameter):
+                continue
+            storage = parameter.untyped_storage()
+            self._gathered.setdefault(storage._cdata, StorageWeakRef(storage))
+        self._gathered = {key: ref for key, ref in self._gathered.items() if _bytes_now(ref)}
+        self._gathered_peak = max(self._gathered_peak, sum(map(_bytes_now, self._gathered.values())))
+
+
+def _bytes_now(reference: StorageWeakRef) -> int:
+    """Zero once the storage is freed (DeepSpeed) or emptied (FSDP2)."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()
 
 
 def _unpack(saved: _Saved | Tensor) -> Tensor:
     return saved.tensor if isinstance(saved, _Saved) else saved
+
+
+@contextlib.contextmanager
+def _recomputation_told_to(note: Callable[[Tensor, object], None]) -> Iterator[None]:
+    """While it lasts, torch's checkpointing tells `note` each tensor that a recomputation saves, and its handle.
+
+    A recomputation has saved-tensor hooks of its own, which hide all others; so they are replaced by theirs plus ours.
+    """
+    checkpointing: Any = torch.utils.checkpoint
+    own: Any = checkpointing._recomputation_hook
+
+    class TellingHook(own):  # type: ignore[misc]
+        pack_hook: Callable[[Tensor], Tensor]
+
+        def __init__(self, frame: Callable[[], Any], group: Any) -> None:
+            super().__init__(frame, group)
+            save = self.pack_hook
+
+            def save_and_tell(tensor: Tensor) -> Tensor:
+                index = frame().recomp_counter[group]
+                try:
+                    return save(tensor)
+                finally:  # after the last one `save` raises, to stop the recomputation early
+                    holder = frame().weak_holders[index]()
+                    if holder is not None:
+                        note(tensor, holder.handles[group])
+
+            self.pack_hook = save_and_tell
+
+    checkpointing._recomputation_hook = TellingHook
+    try:
+        yield
+    finally:
+        checkpointing._recomputation_hook = own
