@@ -38,6 +38,7 @@ _PRELOADED = (
     "torch.distributed.pipelining",
     "hybridpar.launch.rank",
 )
+_PRELOADED_FOR_DEEPSPEED = ("hybridpar.parallel.deepspeed_engine", "hybridpar.parallel.deepspeed_pipeline")
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def preload(*, deepspeed: bool = False) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # an import that asks whether there is CUDA must not start it: a process that has cannot fork ranks that use it
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for module in (*_PRELOADED, *(("deepspeed", "deepspeed.pipe") if deepspeed else ())):
+    for module in (*_PRELOADED, *(_PRELOADED_FOR_DEEPSPEED if deepspeed else ())):
         importlib.import_module(module)
 
 
