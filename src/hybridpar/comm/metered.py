@@ -54,7 +54,8 @@ class CommRow:
     """All calls of one operation over one kind of group, on this rank. Sizes in bytes, times in seconds.
 
     `group` names the axes on which the ranks of a call differ, `group_size` tells how many take part (two ends of a
-    message). `bytes` is the whole tensor: the input of a reduction, the output of a gather.
+    message). `bytes` is the whole tensor: the input of a reduction, the output of a gather. Times are sums over calls,
+    and calls may overlap each other.
     """
 
     op: str
