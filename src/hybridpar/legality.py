@@ -172,8 +172,7 @@ def _deepspeed(run: RunSpec) -> Iterator[Violation]:
     if strategy.recompute != "none":
         yield Violation("strategy.recompute", strategy.recompute, "not available with engine=deepspeed", "none")
     if strategy.pp > 1 and strategy.zero == 0:
-        # and so it keeps no global norm either, which every run must report
-        reason = "DeepSpeed's pipeline engine silently does not clip in fp32 at ZeRO-0"
+        reason = "DeepSpeed's pipeline engine at ZeRO-0 clips each stage by its own norm, not by the global one"
         yield Violation("strategy.zero", strategy.zero, reason, "1, with dp of 2 or more")
     if strategy.tp > 1:
         yield Violation("strategy.tp", strategy.tp, "engine=deepspeed is offered for dp and pp", "1, or engine=torch")
