@@ -311,7 +311,7 @@ def _devices(layout: Mapping[str, Any]) -> int:
 def layouts_to_compare(
     families: Iterable[str], *, precision: str = "fp64", largest: int = 8, layouts: Iterable[Mapping[str, Any]] = ()
 ) -> list[RunSpec]:
-    """Run specs of the sweep: the given layouts (by default all torch ones) for each family; AdamW in fp64, else SGD."""
+    """Run specs of the sweep: the given layouts (by default all of torch) for each family; AdamW in fp64, else SGD."""
     chosen = list(layouts) or torch_layouts(largest)
     return [
         parse_run_spec(
