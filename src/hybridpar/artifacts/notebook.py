@@ -27,6 +27,9 @@ class LocalKernelManager(AsyncKernelManager):
     transport = "ipc"
 
 
+_KERNEL_START_S = 300  # a busy machine takes its time to import
+
+
 class NotebookError(RuntimeError):
     """A cell failed; the message names notebook, cell and error in one sentence."""
 
@@ -57,6 +60,7 @@ def execute(source: Path, out_ipynb: Path, out_html: Path, parameters: Mapping[s
                 kernel_name="python3",
                 progress_bar=False,
                 log_output=False,
+                start_timeout=_KERNEL_START_S,
                 kernel_manager_class="hybridpar.artifacts.notebook.LocalKernelManager",
             )
         except PapermillExecutionError as error:
@@ -64,6 +68,8 @@ def execute(source: Path, out_ipynb: Path, out_html: Path, parameters: Mapping[s
             raise NotebookError(
                 f"{source.name}: cell {error.cell_index} raised {error.ename}: {error.evalue} (see {failed})"
             ) from None
+        except RuntimeError as error:
+            raise NotebookError(f"{source.name}: its kernel could not be started: {error}") from None
         notebook = normalised(nbformat.read(raw, as_version=4))
     failed.unlink(missing_ok=True)
     write_bytes(out_ipynb, (nbformat.writes(notebook, indent=1) + "\n").encode())
