@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hybridpar.comm.metered import CommRow, axis_label, meter
+from hybridpar.comm.metered import CommRow, Meter, axis_label, meter
 from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.mesh import RankGrid
 from hybridpar.specs import Strategy
@@ -119,6 +120,24 @@ def test_paused_traffic_and_drained_traffic_do_not_count() -> None:
         return len(meter().drain()), len(meter().drain())
 
     assert in_world(Strategy(dp=2), body) == [(1, 0)] * 2
+
+
+def test_no_call_is_lost_among_threads_and_a_call_costs_microseconds() -> None:
+    collecting, drained = Meter(), []
+    threads = [
+        Thread(target=lambda: [collecting.begin("all_reduce", (0, 1), 8) for _ in range(2000)]) for _ in range(4)
+    ]
+    start = time.process_time()
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        drained += collecting.drain()
+        time.sleep(1e-3)
+    drained += collecting.drain()
+    spent = time.process_time() - start
+    assert sum(row.calls for row in drained) == 8000
+    assert sum(row.bytes for row in drained) == 64000
+    assert spent / 8000 < 100e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -85,8 +85,9 @@ class _Call:
 
 @dataclass
 class Meter:
-    """Collects calls of all metered groups of this process until they are drained."""
+    """Collects calls of all metered groups of this process, from any thread, until they are drained."""
 
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _calls: list[_Call] = field(default_factory=list)
     _paused: int = 0
     _grid: RankGrid | None = None
@@ -100,24 +101,27 @@ class Meter:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out traffic that is no part of the strategy (loss logging, gathering for checks)."""
-        self._paused += 1
+        with self._lock:
+            self._paused += 1
         try:
             yield
         finally:
-            self._paused -= 1
+            with self._lock:
+                self._paused -= 1
 
     def begin(self, op: str, ranks: tuple[int, ...], size: int) -> _Call | None:
         """A call starts; None while paused, and in groups of one rank, where nothing is sent."""
         if self._paused or len(ranks) < 2:
             return None
-        group, group_size = self._labelled(ranks)
-        call = _Call(op, group, group_size, size, time.perf_counter())
-        self._calls.append(call)
+        with self._lock:
+            call = _Call(op, *self._labelled(ranks), size, time.perf_counter())
+            self._calls.append(call)
         return call
 
     def drain(self) -> list[CommRow]:
         """Rows of the calls since the last drain, and forget them."""
-        calls, self._calls = self._calls, []
+        with self._lock:
+            calls, self._calls = self._calls, []
         kinds: dict[tuple[str, str, int], list[_Call]] = defaultdict(list)
         for call in calls:
             kinds[call.op, call.group, call.ranks].append(call)

@@ -4,7 +4,7 @@ Activations are what autograd saves for the backward pass: each storage once how
 parameters left out, alive from its saving to the moment the graph lets go of it, so that the micro-batches in flight
 of a pipeline add up. A recomputed block counts its input until its backward, then what it saves anew. Parameters that
 a sharded layout gathers for a while (FSDP) count as parameters while they are whole. Not seen: what an operator
-allocates and frees inside one call, and the buffers of communication.
+allocates and frees inside one call, the buffers of communication, and whole gradients on their way to being sharded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Peak bytes of one rank by category."""
+    """Peak bytes of one rank by category; the peaks need not coincide, so their sum is an upper bound."""
 
     parameters: int
     gradients: int
