@@ -22,9 +22,15 @@ _KERNEL_ENVIRONMENT = {"MPLBACKEND": "agg", "PYDEVD_DISABLE_FILE_VALIDATION": "1
 
 
 class LocalKernelManager(AsyncKernelManager):
-    """Talks to its kernel over sockets in the file system: no ports, so that notebooks run side by side."""
+    """Talks to its kernel over sockets in a folder of its own: no ports, so that notebooks run side by side."""
 
     transport = "ipc"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._sockets = tempfile.TemporaryDirectory(prefix="hybridpar-kernel-")
+        # Jupyter's default name lies in the working directory, where two kernels would take each other's sockets.
+        self.ip = str(Path(self._sockets.name) / "ipc")
 
 
 _KERNEL_START_S = 300  # a busy machine takes its time to import
