@@ -18,12 +18,13 @@ falls on all cells alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hybridpar.specs import RunSpec, SpecError, parse_run_spec, read_yaml, sentences
 
@@ -44,6 +45,18 @@ class Factorisation(_Strict):
     axes: list[Literal["dp", "tp", "pp", "cp"]] = Field(description="axes to split over", min_length=1)
     strategy: dict[str, Any] = Field(default={}, description="options that all of them share")
 
+    @model_validator(mode="after")
+    def _check(self) -> Factorisation:
+        twice = sorted({axis for axis in self.axes if self.axes.count(axis) > 1})
+        if twice:
+            raise SpecError([f"factorisations: axes={self.axes} names {', '.join(twice)} twice; name each axis once"])
+        fixed = [axis for axis in self.axes if axis in self.strategy]
+        if fixed:
+            raise SpecError(
+                [f"factorisations: strategy fixes {', '.join(fixed)}, which axes={self.axes} varies; drop one of the two"]
+            )
+        return self
+
 
 class Sweep(_Strict):
     """Models x strategies x repeats under one workload."""
@@ -56,6 +69,12 @@ class Sweep(_Strict):
     factorisations: list[Factorisation] = Field(default=[], description="generated strategies")
     repeats: Degree = Field(1, description="how often each run is made")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="seed of parameters and data")
+
+    @model_validator(mode="after")
+    def _check(self) -> Sweep:
+        if not self.strategies and not self.factorisations:
+            raise SpecError([f"sweep {self.name} has no run: give it strategies, factorisations or both"])
+        return self
 
 
 class Defaults(_Strict):
@@ -71,6 +90,14 @@ class StudyFile(_Strict):
     name: str = Field(description="name of the study, a folder name", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     defaults: Defaults = Field(default=Defaults(), description="fields for every run")
     sweeps: list[Sweep] = Field(description="the runs", min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> StudyFile:
+        names = [sweep.name for sweep in self.sweeps]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SpecError([f"sweep {name} is there twice; give each sweep its own name" for name in twice])
+        return self
 
 
 @dataclass(frozen=True)
@@ -159,21 +186,33 @@ def factorise(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs that one launcher makes one after the other from one warm parent."""
+    """Runs of one engine on one number of ranks, which one launcher makes one after the other from one warm parent."""
 
     name: str
     runs: tuple[RunSpec, ...]
 
+    @property
+    def digest(self) -> str:
+        """A hash of all that the runs are; a workflow that keys on it sees every change of content, and no other."""
+        return digest(self.runs)
 
-def batches(study: Study, largest: int) -> tuple[Batch, ...]:
-    """Group the runs by engine (DeepSpeed's import is paid only where it is used), at most `largest` a batch.
 
-    The grouping depends on the order of the study alone; a changed run changes its batch, whose other runs are found
-    finished and not made again.
+def digest(runs: Iterable[RunSpec]) -> str:
+    """Sixteen hex digits for the whole specs of `runs`, in their order."""
+    return hashlib.sha256("\n".join(run.canonical_json() for run in runs).encode()).hexdigest()[:16]
+
+
+def batches(study: Study, largest: int = LARGEST_BATCH) -> tuple[Batch, ...]:
+    """Group the runs by engine (DeepSpeed's import is paid only where it is used) and number of ranks (which a queue
+    must know to give a batch its devices), at most `largest` a batch, in the order of the study.
+
+    A changed run changes the digest of its batch alone; the batch's other runs are found finished and not made again.
     """
-    grouped: list[Batch] = []
-    for engine in ("torch", "deepspeed"):
-        runs = [run for run in study.runs if run.strategy.engine == engine]
-        chunks = [tuple(runs[i : i + largest]) for i in range(0, len(runs), largest)]
-        grouped += [Batch(f"{engine}-{number:03d}", chunk) for number, chunk in enumerate(chunks)]
-    return tuple(grouped)
+    grouped: dict[tuple[str, int], list[RunSpec]] = {}
+    for run in study.runs:
+        grouped.setdefault((run.strategy.engine, run.strategy.devices), []).append(run)
+    return tuple(
+        Batch(f"{engine}-{devices}-{number:03d}", tuple(runs[start : start + largest]))
+        for (engine, devices), runs in grouped.items()
+        for number, start in enumerate(range(0, len(runs), largest))
+    )
