@@ -100,7 +100,10 @@ def test_an_illegal_factorisation_stays_in_the_study(tmp_path: Path) -> None:
         ("[1]", "a study is a mapping with the keys name, defaults, sweeps"),
         ("{name: x, sweeps: []}", "sweeps=[] is not legal"),
         ("{name: a/b, sweeps: [{name: a, models: [llama-toy], strategies: [{}]}]}", "name='a/b' is not legal"),
-        ("{name: x, sweep: [], sweeps: [{name: a, models: [llama-toy], strategies: [{}]}]}", "sweep is not a known key"),
+        (
+            "{name: x, sweep: [], sweeps: [{name: a, models: [llama-toy], strategies: [{}]}]}",
+            "sweep is not a known key",
+        ),
         (
             "{name: x, sweeps: [{name: a, models: [llama-toy], strategys: [{}]}]}",
             "sweeps.0.strategys is not a known key (did you mean strategies?)",
@@ -129,7 +132,7 @@ def test_an_illegal_factorisation_stays_in_the_study(tmp_path: Path) -> None:
         (
             "{name: x, sweeps: [{name: a, models: [llama-toy],"
             " factorisations: [{devices: [4], axes: [dp, tp], strategy: {tp: 2}}]}]}",
-            "strategy fixes tp, which axes=['dp', 'tp'] varies",
+            "strategy sets tp, which axes=['dp', 'tp'] varies",
         ),
         (
             "{name: x, sweeps: [{name: a, models: [llama-toy], strategies: [{}]},"

@@ -52,9 +52,7 @@ class Factorisation(_Strict):
             raise SpecError([f"factorisations: axes={self.axes} names {', '.join(twice)} twice; name each axis once"])
         fixed = [axis for axis in self.axes if axis in self.strategy]
         if fixed:
-            raise SpecError(
-                [f"factorisations: strategy fixes {', '.join(fixed)}, which axes={self.axes} varies; drop one of the two"]
-            )
+            raise SpecError([f"factorisations: strategy sets {', '.join(fixed)}, which axes={self.axes} varies"])
         return self
 
 

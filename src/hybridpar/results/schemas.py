@@ -1,8 +1,13 @@
-"""What each table holds: columns, types, units and allowed values; checked whenever a table is written."""
+"""What each table holds: columns, types, units, allowed values and key; checked whenever a table is written.
+
+Nothing is coerced: a value of another type than its column's is refused, so that no 1.5 becomes a step 1 and no "no"
+a True. Only a whole number may stand where a measure is wanted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +15,11 @@ import pandas as pd
 import pandera.pandas as pa
 from pandera.errors import SchemaError, SchemaErrors
 
+from hybridpar.launch.result import MEMORY_CATEGORIES
 from hybridpar.outcome import OUTCOMES
 
 TIERS = ("published", "measured", "traced", "predicted")
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
+CATEGORIES = (*MEMORY_CATEGORIES, "total")
 
 
 class TableError(ValueError):
@@ -98,6 +104,18 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
         "training_s": _measure("from joined to the last event", "s", nullable=True),
         "total_s": _measure("wall time of the run", "s", nullable=True),
     },
+    "ranks": {
+        **_WHERE,
+        "rank": _count("rank"),
+        **{axis: _count(f"coordinate on the axis {axis}") for axis in ("dp", "tp", "pp", "cp")},
+        "step_s_median": _measure("step time of this rank, median over timed steps", "s"),
+        "exposed_s": _measure("spent waiting for communication, mean over timed steps", "s"),
+        "wire_bytes": _measure("bytes sent, mean over timed steps", "B"),
+        **{
+            f"{category}_bytes": Column("Int64", f"peak: {category}", unit="B", nullable=True, least=0)
+            for category in CATEGORIES
+        },
+    },
     "steps": {
         **_WHERE,
         "step": _count("step"),
@@ -125,22 +143,71 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
     },
 }
 
+# What names one row of each table.
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "runs": ("run_id",),
+    "ranks": ("run_id", "rank"),
+    "steps": ("run_id", "step"),
+    "collectives": ("run_id", "op", "group", "group_size"),
+    "memory": ("run_id", "category"),
+}
 
-def checked(name: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
+_PYTHON: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "bool": (bool,),
+    "int64": (int,),
+    "Int64": (int,),
+    "float64": (float, int),
+}
+
+
+def checked(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Rows as a table of the schema `name`.
 
     Raises:
-        TableError: a column is missing or strange, or a value is of the wrong type or not allowed.
+        TableError: a column is missing or unknown, a value is of another type or not allowed, or two rows have one key.
     """
     columns = TABLES[name]
-    frame = pd.DataFrame(rows, columns=None if rows else list(columns))
+    for row in rows:
+        _check_row(name, row)
+    frame = pd.DataFrame({column: _series(rows, column, meaning) for column, meaning in columns.items()})
     schema = pa.DataFrameSchema(
-        {column: _pandera(column, meaning) for column, meaning in columns.items()}, strict=True, coerce=True
+        {column: _pandera(column, meaning) for column, meaning in columns.items()},
+        strict=True,
+        unique=list(KEYS[name]),
     )
     try:
-        return schema.validate(frame, lazy=False)[list(columns)]
+        return schema.validate(frame)
     except (SchemaError, SchemaErrors) as error:
         raise TableError(f"table {name}: {' '.join(str(error).split())}") from None
+
+
+def _check_row(name: str, row: Mapping[str, Any]) -> None:
+    columns, where = TABLES[name], f"table {name}: run {row.get('run_id')}"
+    strange = row.keys() - columns.keys()
+    if strange:
+        raise TableError(f"{where} has the unknown column {', '.join(sorted(strange))}")
+    lacking = columns.keys() - row.keys()
+    if lacking:
+        raise TableError(f"{where} lacks the column {', '.join(sorted(lacking))}")
+    for column, meaning in columns.items():
+        if not _fits(row[column], meaning):
+            wanted = meaning.dtype.lower() + (", or nothing" if meaning.nullable else "")
+            raise TableError(f"{where}: {column}={row[column]!r} is not legal; legal: {wanted}")
+
+
+def _fits(value: Any, column: Column) -> bool:
+    if value is None:
+        return column.nullable
+    if isinstance(value, bool):
+        return column.dtype == "bool"
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return isinstance(value, _PYTHON[column.dtype])
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str, column: Column) -> pd.Series[Any]:
+    return pd.Series([row[name] for row in rows], dtype=column.dtype, name=name)
 
 
 def _pandera(name: str, column: Column) -> pa.Column:
