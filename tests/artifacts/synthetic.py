@@ -61,7 +61,12 @@ def _strategies(worlds: Sequence[int], hybrids: bool) -> list[dict[str, object]]
         found += [{"dp": n}, {"dp": n, "zero": 1}, {"dp": n, "zero": 2}, {"dp": n, "zero": 3}]
         found += [{"dp": n, "zero": zero, "engine": "deepspeed"} for zero in range(4)]
         found += [{"tp": n}, {"tp": n, "sp": True}]
-        found += [{"pp": n}, {"pp": n, "schedule": "gpipe"}, {"pp": n, "engine": "deepspeed"}]
+        found += [
+            {"pp": n},
+            {"pp": n, "schedule": "gpipe"},
+            {"dp": 2, "pp": n, "zero": 1},
+            {"dp": 2, "pp": n, "zero": 1, "engine": "deepspeed"},
+        ]
         if hybrids:
             degrees = itertools.product((1, 2, 4), repeat=3)
             found += [
@@ -114,7 +119,10 @@ def _run_row(run: RunSpec, index: int, generator: np.random.Generator) -> dict[s
         "strategy": s.label,
         "engine": s.engine,
         "world": s.devices,
-        **{field: getattr(s, field) for field in ("dp", "tp", "pp", "cp", "zero", "sp", "schedule", "overlap")},
+        **{
+            field: getattr(s, field)
+            for field in ("dp", "tp", "pp", "cp", "zero", "sp", "schedule", "recompute", "overlap")
+        },
         "seq_len": run.workload.seq_len,
         "global_batch": run.workload.global_batch,
         "micro_batch": run.workload.micro_batch,

@@ -123,7 +123,7 @@ def test_engines_are_paired_by_what_they_do(full: Study) -> None:
 
     assert ("DDP", "DeepSpeed ZeRO-0") in named
     assert ("FSDP2 resharding", "DeepSpeed ZeRO-3") in named
-    assert ("PP 1F1B", "DeepSpeed PP 1F1B") in named
+    assert ("ZeRO-1 × PP 1F1B", "DeepSpeed ZeRO-1 × PP 1F1B") in named
     assert not any(method == "PP GPipe" for method, _ in named)
 
 

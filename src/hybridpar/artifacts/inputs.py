@@ -20,7 +20,20 @@ _WORKLOAD = ("seq_len", "global_batch", "micro_batch", "precision")
 COLUMNS = {
     "runs": (
         *("run_id", "outcome", "reason", "testbed", "tier", "model", "family", "strategy", "engine", "world"),
-        *("dp", "tp", "pp", "cp", "zero", "sp", "schedule", "overlap", "seq_len", "global_batch", "micro_batch"),
+        *(
+            "dp",
+            "tp",
+            "pp",
+            "cp",
+            "zero",
+            "sp",
+            "schedule",
+            "recompute",
+            "overlap",
+            "seq_len",
+            "global_batch",
+            "micro_batch",
+        ),
         *("precision", "seed", "repeat", "tokens_per_step", "mfu", "device", "cores"),
     ),
     "steps": ("run_id", "step", "warmup", "seconds", "loss"),
@@ -130,12 +143,12 @@ def split_axes(run: dict[str, object]) -> list[str]:
 
 
 def kind_of(run: dict[str, object]) -> str:
-    """`one device`, `data`, `sharded data`, `tensor`, `pipeline`, or `hybrid` for more than one axis."""
+    """`one device`, `recompute` (on one device), `data`, `sharded data`, `tensor`, `pipeline`, or `hybrid` for more than one axis."""
     axes = split_axes(run)
     if len(axes) > 1:
         return "hybrid"
     if not axes:
-        return "one device"
+        return "one device" if run["recompute"] == "none" else "recompute"
     if axes == ["dp"]:
         return "sharded data" if run["zero"] else "data"
     return {"tp": "tensor", "pp": "pipeline", "cp": "context"}[axes[0]]
@@ -152,6 +165,8 @@ def method_of(run: dict[str, object]) -> str:
         "cp": "CP",
     }
     name = " × ".join(names[axis] for axis in axes) or "one device"
+    if run["recompute"] != "none":
+        name += f" {run['recompute']} recompute"
     if not run.get("overlap", True):
         name += " no overlap"
     return f"DeepSpeed {name}" if deepspeed else name

@@ -45,6 +45,7 @@ _PALETTE = sns.color_palette("colorblind", 10)
 # One colour per kind of strategy, in every figure; engines differ by marker and hatch, never by colour alone.
 KIND_COLOURS: Mapping[str, Any] = {
     "one device": (0.35, 0.35, 0.35),
+    "recompute": (0.6, 0.6, 0.6),
     "data": _PALETTE[0],
     "sharded data": _PALETTE[9],
     "tensor": _PALETTE[1],
