@@ -8,7 +8,6 @@ changed cell reruns alone. What reruns what: the *content* of a batch's run spec
 figures, report and paper are rebuilt when what they read is newer, so prose, plots and docs rerun no job.
 """
 
-import hashlib
 import sys
 from pathlib import Path
 
@@ -16,13 +15,12 @@ from snakemake.utils import min_version
 
 min_version("9.0")
 
-# The rules call the command line of the environment that Snakemake itself runs in.
-HYBRIDPAR = f"{sys.prefix}/bin/hybridpar"
+# The rules call the command line of the environment that Snakemake itself runs in, unless another is named.
+HYBRIDPAR = config.get("hybridpar", f"{sys.prefix}/bin/hybridpar")
 STUDY = config.get("study", "study")
 STUDY_FILE = f"data/studies/{STUDY}.yaml"
 TABLES = f"data/tables/{STUDY}"
 FIGURES = f"figures/{STUDY}"
-LARGEST_BATCH = int(config.get("largest_batch", 24))
 EXECUTED = f"notebooks/executed/{STUDY}"
 
 

@@ -5,7 +5,11 @@ PAPER_SOURCES = sorted(
     for pattern in ("*.typ", "sections/*.typ", "*.bib")
     for path in Path("paper").glob(pattern)
 )
-ALL_SAVED = [f"{FIGURES}/{artifact}.json" for artifacts in SAVED.values() for artifact in artifacts]
+ALL_SAVED = [
+    f"{FIGURES}/{artifact}.json"
+    for artifacts in SAVED.values()
+    for artifact in artifacts
+]
 
 
 rule numbers:
@@ -13,7 +17,18 @@ rule numbers:
     input:
         tables=rules.tables.output,
         bench=rules.collectives.output,
-        code=ARTIFACTS_CODE,
+        code=artifacts_code(
+            but=(
+                "figures",
+                "notebook",
+                "paper",
+                "prose",
+                "report",
+                "show",
+                "style",
+                "tables",
+            )
+        ),
     output:
         f"data/tables/{STUDY}/numbers.json",
         f"data/tables/{STUDY}/macros.tex",
@@ -31,15 +46,15 @@ rule paper:
         saved=ALL_SAVED,
         numbers=rules.numbers.output[0],
         sources=PAPER_SOURCES,
-        code=ARTIFACTS_CODE,
+        code=[f"src/hybridpar/artifacts/{module}.py" for module in ("paper", "prose")],
     output:
         "paper/paper.pdf",
-    params:
-        study=STUDY,
     log:
         f"data/logs/{STUDY}/paper.log",
     conda:
         "../../envs/cpu.yml"
+    params:
+        study=STUDY,
     shell:
         "{HYBRIDPAR} paper --figures-dir {FIGURES} --numbers {input.numbers} --out {output} > {log} 2>&1"
 
@@ -51,14 +66,15 @@ rule report:
         numbers=rules.numbers.output[0],
         notebooks=expand(f"{EXECUTED}/{{notebook}}.html", notebook=list(SAVED)),
         paper=rules.paper.output,
+        code="src/hybridpar/artifacts/report.py",
     output:
         "report.html",
-    params:
-        study=STUDY,
     log:
         f"data/logs/{STUDY}/report.log",
     conda:
         "../../envs/cpu.yml"
+    params:
+        study=STUDY,
     shell:
         "{HYBRIDPAR} report --figures-dir {FIGURES} --numbers {input.numbers} --notebooks-dir {EXECUTED}"
         " --paper {input.paper} --out {output} > {log} 2>&1"

@@ -4,17 +4,20 @@ RESULTS_CODE = sorted(str(path) for path in Path("src/hybridpar/results").glob("
 
 
 rule tables:
-    """One row a run, step, collective and memory category; fails when a run of the study has no result."""
+    """One row a run, rank, step, collective and memory category; fails when a run of the study has no result."""
     input:
-        expand(f"data/batches/{STUDY}/{{batch}}.json", batch=list(BATCHES)),
+        [stamp_of(batch) for batch in BATCHES],
         RESULTS_CODE,
     output:
-        expand(f"{TABLES}/{{table}}.parquet", table=["runs", "steps", "collectives", "memory"]),
-    params:
-        digest=digest_of(run for batch in BATCHES.values() for run in batch.runs),
+        expand(
+            f"{TABLES}/{{table}}.parquet",
+            table=["runs", "ranks", "steps", "collectives", "memory"],
+        ),
     log:
         f"data/logs/{STUDY}/tables.log",
     conda:
         "../../envs/cpu.yml"
+    params:
+        digest=digest(run for batch in BATCHES.values() for run in batch.runs),
     shell:
-        "{HYBRIDPAR} tables {STUDY_FILE} --out {TABLES} > {log} 2>&1"
+        "{HYBRIDPAR} tables {STUDY_FILE} --runs-dir {RUNS} --out {TABLES} > {log} 2>&1"
