@@ -42,6 +42,12 @@ def test_1f1b_needs_a_micro_batch_for_every_stage() -> None:
     assert "there are 2" in reason
 
 
+def test_text_needs_a_vocabulary_of_bytes() -> None:
+    run = _run(model={"vocab": 67})
+    assert "model.vocab=67: text is read as bytes" in str(infeasible_reason(run))
+    assert infeasible_reason(run, on_text=False) is None
+
+
 def test_tied_embeddings_are_not_split_over_stages() -> None:
     reason = infeasible_reason(_run(pp=2, model={"tied_embeddings": True}))
     assert reason is not None

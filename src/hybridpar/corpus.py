@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-VOCABULARY = 256
+from hybridpar.legality import BYTES
+
 _DOWNLOAD_DEADLINE_S = 300.0
 
 
@@ -144,7 +145,7 @@ def _tokens_of(text: bytes, path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, text)
-        sidecar = {"sha256": hashlib.sha256(text).hexdigest(), "tokens": len(text), "vocabulary": VOCABULARY}
+        sidecar = {"sha256": hashlib.sha256(text).hexdigest(), "tokens": len(text), "vocabulary": BYTES}
         _replace(_sidecar(path), json.dumps(sidecar, indent=2).encode())
     except OSError as error:
         raise CorpusError(f"the corpus {path} cannot be written: {error.strerror}") from None

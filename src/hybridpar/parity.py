@@ -109,7 +109,7 @@ class Parity:
 
     def compare(self, run: RunSpec) -> ParityReport:
         """Run one layout in forked ranks and compare it."""
-        refused = infeasible_reason(run)
+        refused = infeasible_reason(run, on_text=False)
         if refused:
             return ParityReport(run, {}, {}, refused=refused)
         try:
@@ -141,7 +141,7 @@ def _batched(runs: Iterable[RunSpec]) -> Iterator[list[RunSpec]]:
     """Runs that may share a world. DeepSpeed keeps state of its own per process, so each of its runs has its own."""
 
     def world(run: RunSpec) -> object:
-        alone = run.strategy.engine != "torch" or infeasible_reason(run)
+        alone = run.strategy.engine != "torch" or infeasible_reason(run, on_text=False)
         return object() if alone else run.strategy.devices
 
     for _, neighbours in itertools.groupby(runs, key=world):
