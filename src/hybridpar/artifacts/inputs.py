@@ -143,7 +143,7 @@ def split_axes(run: dict[str, object]) -> list[str]:
 
 
 def kind_of(run: dict[str, object]) -> str:
-    """`one device`, `recompute` (on one device), `data`, `sharded data`, `tensor`, `pipeline`, or `hybrid` for more than one axis."""
+    """`one device`, `recompute` (on one device), `data`, `sharded data`, `tensor`, `pipeline`; `hybrid` of several."""
     axes = split_axes(run)
     if len(axes) > 1:
         return "hybrid"
