@@ -24,7 +24,7 @@ $(READY): $(LOCK) pyproject.toml
 	@echo "set-up: building $(VENV) from $(LOCK), a few minutes"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { \
 	  echo "no venv module: install your system's python3-venv package"; exit 1; }
-	@grep -E '^(pip|setuptools|wheel)==' envs/build.txt >/dev/null && $(PIP) -r envs/build.txt
+	@$(PIP) -r envs/build.txt
 	@echo "set-up: torch"; $(PIP) "$$(grep -E '^torch==' $(LOCK))"
 	@echo "set-up: everything else"; $(PIP) --no-build-isolation -r $(LOCK)
 	@$(PIP) --no-deps --no-build-isolation -e .
