@@ -38,5 +38,8 @@ rule all:
     """Everything of one study."""
     default_target: True
     input:
+        # named though tables need them: what nobody asks for is not made again when it is lost
+        [stamp_of(batch) for batch in BATCHES],
+        rules.tables.output,
         "report.html",
         "paper/paper.pdf",
