@@ -18,18 +18,21 @@ help: ## this list
 
 env: $(READY) ## build .venv from the lock (2 to 4 minutes once), with the hybridpar command in it
 
-$(READY): $(LOCK) pyproject.toml
+$(READY): $(LOCK) envs/build.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "hybridpar needs Python 3.11 or newer, and there is no $(PYTHON). Name one: make env PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "hybridpar needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Use: make env PYTHON=python3.11"; exit 1; }
-	@echo "set-up: building $(VENV) from $(LOCK), a few minutes"
-	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { \
-	  echo "no venv module: install your system's python3-venv package"; exit 1; }
+	  echo "hybridpar needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Name one: make env PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments; install its venv package (Debian: apt-get install python3-venv)"; exit 1; }
+	@echo "set-up 1/4: $(VENV), from $(LOCK); 2 to 4 minutes in all, about 2 GB"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) -r envs/build.txt
-	@echo "set-up: torch"; $(PIP) "$$(grep -E '^torch==' $(LOCK))"
-	@echo "set-up: everything else"; $(PIP) --no-build-isolation -r $(LOCK)
-	@$(PIP) --no-deps --no-build-isolation -e .
+	@echo "set-up 2/4: torch"; $(PIP) "$$(grep -E '^torch==' $(LOCK))"
+	@echo "set-up 3/4: everything else, 1 to 3 minutes"; $(PIP) --no-build-isolation -r $(LOCK)
+	@echo "set-up 4/4: hybridpar"; $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
-	@echo "set-up: done; $(BIN)/hybridpar --help"
+	@echo "set-up: done; try $(BIN)/hybridpar --help"
 
 study: $(READY) ## the default CPU study, to figures, notebooks, report.html and paper/paper.pdf (under an hour on 2 cores)
 	@echo "study: real jobs on this machine; progress below, results in data/runs, safe to interrupt and repeat"
@@ -59,10 +62,12 @@ lint: $(READY) ## ruff, mypy, snakefmt
 bench: $(READY) ## one-device tokens/s beside transformers' Llama and Mamba-2 (not a test)
 	@$(BIN)/python tests/bench/bench_one_device.py --out data/bench/one-device.json
 
-lock: $(READY) ## write the lock anew from pyproject.toml (needs .venv)
+lock: $(READY) ## write envs/lock.txt and envs/conda.yml anew from pyproject.toml
 	@$(BIN)/pip-compile --quiet --extra dev --output-file $(LOCK) --strip-extras --no-emit-index-url \
 	  --no-emit-find-links --no-emit-trusted-host --no-emit-options --no-build-isolation --no-header pyproject.toml
 	@sed -i -E 's/^(torch==[0-9.]+)\+.*/\1/' $(LOCK)  # the index decides between the CPU and the CUDA build
+	@{ sed '/- pip:/q' envs/conda.yml; grep -E '^[a-z0-9]' $(LOCK) | sed -E 's/ *[;#].*//; s/^/      - /'; } > envs/conda.yml.part
+	@mv envs/conda.yml.part envs/conda.yml
 
 clean: ## remove results of studies and caches; keeps .venv and the corpus
 	@rm -rf data/runs data/batches data/tables data/bench data/logs figures/*/ notebooks/executed paper/generated \

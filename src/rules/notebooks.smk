@@ -37,7 +37,7 @@ for _notebook, _artifacts in SAVED.items():
         log:
             f"data/logs/{STUDY}/{_notebook}.log",
         conda:
-            "../../envs/cpu.yml"
+            "../../envs/conda.yml"
         shell:
             "{HYBRIDPAR} notebook {input.source} --tables-dir {TABLES} --bench {input.bench}"
             " --figures-dir {FIGURES} --out {EXECUTED} > {log} 2>&1"

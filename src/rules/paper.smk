@@ -35,7 +35,7 @@ rule numbers:
     log:
         f"data/logs/{STUDY}/numbers.log",
     conda:
-        "../../envs/cpu.yml"
+        "../../envs/conda.yml"
     shell:
         "{HYBRIDPAR} numbers --tables-dir {TABLES} --bench {input.bench} --out {output[0]} > {log} 2>&1"
 
@@ -52,7 +52,7 @@ rule paper:
     log:
         f"data/logs/{STUDY}/paper.log",
     conda:
-        "../../envs/cpu.yml"
+        "../../envs/conda.yml"
     params:
         study=STUDY,
     shell:
@@ -72,7 +72,7 @@ rule report:
     log:
         f"data/logs/{STUDY}/report.log",
     conda:
-        "../../envs/cpu.yml"
+        "../../envs/conda.yml"
     params:
         study=STUDY,
     shell:

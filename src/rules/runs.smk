@@ -40,7 +40,7 @@ rule corpus:
     log:
         "data/logs/corpus.log",
     conda:
-        "../../envs/cpu.yml"
+        "../../envs/conda.yml"
     shell:
         "{HYBRIDPAR} corpus shakespeare > {log} 2>&1"
 
@@ -54,7 +54,7 @@ rule batch:
     log:
         f"data/logs/{STUDY}/{{batch}}.log",
     conda:
-        "../../envs/cpu.yml"
+        "../../envs/conda.yml"
     # all cores: two jobs side by side would disturb each other's times
     threads: workflow.cores
     params:
@@ -72,7 +72,7 @@ rule collectives:
     log:
         "data/logs/collectives.log",
     conda:
-        "../../envs/cpu.yml"
+        "../../envs/conda.yml"
     threads: workflow.cores
     shell:
         "{HYBRIDPAR} collectives --out {output} 2>&1 | tee {log}"

@@ -16,7 +16,7 @@ rule tables:
     log:
         f"data/logs/{STUDY}/tables.log",
     conda:
-        "../../envs/cpu.yml"
+        "../../envs/conda.yml"
     params:
         digest=digest(run for batch in BATCHES.values() for run in batch.runs),
     shell:
