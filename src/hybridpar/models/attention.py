@@ -23,7 +23,8 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate pairs (i, i + h/2) of x (b, heads, S, h) by angles (S, h/2)."""
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
+    return torch.addcmul(x * torch.cat((cos, cos), dim=-1), swapped, torch.cat((-sin, sin), dim=-1))
 
 
 class Attention(nn.Module):

@@ -28,7 +28,7 @@ def segment_decay(log_decay: Tensor) -> Tensor:
     difference = total.unsqueeze(-1) - total.unsqueeze(-2)
     length = log_decay.shape[-1]
     future = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).triu(1)
-    return difference.masked_fill(future, float("-inf")).exp()
+    return difference.masked_fill_(future, float("-inf")).exp()
 
 
 def ssd(x: Tensor, dt: Tensor, log_a: Tensor, b_in: Tensor, c_out: Tensor, chunk: int) -> Tensor:
@@ -53,31 +53,30 @@ def ssd(x: Tensor, dt: Tensor, log_a: Tensor, b_in: Tensor, c_out: Tensor, chunk
         dt = functional.pad(dt, (0, 0, 0, padding))
     chunks = (length + padding) // chunk
     heads_per_group = heads // groups
-    # (b, Q, H, C, .): one matrix per chunk and head, so that every product below is a plain batched matmul
-    inputs = (x * dt.unsqueeze(-1)).view(batch, chunks, chunk, heads, width).permute(0, 1, 3, 2, 4)
-    inputs = inputs.reshape(batch, chunks, groups, heads_per_group, chunk, width)
+    inputs = (x * dt.unsqueeze(-1)).view(batch, chunks, chunk, groups, heads_per_group, width)
     log_decay = (dt * log_a).view(batch, chunks, chunk, groups, heads_per_group).permute(0, 1, 3, 4, 2)
-    b_in = b_in.view(batch, chunks, chunk, groups, state).transpose(2, 3).unsqueeze(3)
-    c_out = c_out.view(batch, chunks, chunk, groups, state).transpose(2, 3).unsqueeze(3)
-
-    # 1. within a chunk: (C B^T * L) X
-    scores = (c_out @ b_in.transpose(-1, -2)) * segment_decay(log_decay)
-    within = scores @ inputs
-    # 2. what each chunk adds to the state: sum_t (decay to the chunk's end) B_t x_t^T
     total = log_decay.cumsum(-1)
-    to_end = (total[..., -1:] - total).exp().unsqueeze(-1)
-    added = b_in.transpose(-1, -2) @ (inputs * to_end)
+    b_in = b_in.view(batch, chunks, chunk, groups, state).transpose(2, 3)
+    c_out = c_out.view(batch, chunks, chunk, groups, state).transpose(2, 3)
+
+    # 1. within a chunk: (C B^T * L) X, (b, Q, G, H/G, C, P)
+    scores = (c_out @ b_in.mT).unsqueeze(3) * segment_decay(log_decay)
+    within = scores @ inputs.permute(0, 1, 3, 4, 2, 5)
+    # 2. what each chunk adds to the state: sum_t (decay to the chunk's end) B_t x_t^T, (b, Q, G, N, H/G * P): the
+    #    heads of a group share B and C, so they lie side by side in one wide product, here and in 4.
+    to_end = (total[..., -1:] - total).exp().permute(0, 1, 4, 2, 3).unsqueeze(-1)
+    added = b_in.mT @ (inputs * to_end).transpose(2, 3).flatten(-2)
     # 3. states at the chunk borders: a recurrence over Q chunks, as one small matrix product
     before = torch.zeros_like(added[:, :1])
     if chunks > 1:
         decay = segment_decay(total[:, :-1, ..., -1].permute(0, 2, 3, 1))
-        flat = added[:, :-1].permute(0, 2, 3, 1, 4, 5).flatten(-2)
-        carried = (decay @ flat).unflatten(-1, (state, width)).permute(0, 3, 1, 2, 4, 5)
+        flat = added[:, :-1].unflatten(-1, (heads_per_group, width)).permute(0, 2, 4, 1, 3, 5).flatten(-2)
+        carried = (decay @ flat).unflatten(-1, (state, width)).permute(0, 3, 1, 4, 2, 5).flatten(-2)
         before = torch.cat((before, carried), dim=1)
-    # 4. what the states before a chunk give to its outputs
-    across = (c_out @ before) * total.exp().unsqueeze(-1)
-    out = (within + across).view(batch, chunks, heads, chunk, width).transpose(2, 3)
-    return out.reshape(batch, chunks * chunk, heads, width)[:, :length]
+    # 4. what the states before a chunk give to its outputs, (b, Q, G, C, H/G, P)
+    across = (c_out @ before).unflatten(-1, (heads_per_group, width))
+    out = torch.addcmul(within.transpose(3, 4), across, total.exp().transpose(3, 4).unsqueeze(-1))
+    return out.transpose(2, 3).reshape(batch, chunks * chunk, heads, width)[:, :length]
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -178,4 +177,4 @@ class Mamba2(nn.Module):
         dt = functional.softplus((self.w_dt(x) + self.dt_bias).to(dtype))
         log_a = -self.A_log.to(dtype).exp()
         y = ssd(inputs.to(dtype), dt, log_a, b_in.to(dtype), c_out.to(dtype), self.chunk).to(x.dtype)
-        return (y + inputs * self.D.unsqueeze(-1)).flatten(-2)
+        return torch.addcmul(y, inputs, self.D.unsqueeze(-1)).flatten(-2)
