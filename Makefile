@@ -56,8 +56,9 @@ test: $(READY) ## the tests (several minutes on 2 cores)
 test-slow: $(READY) ## the tests that `make test` leaves out
 	@$(BIN)/pytest -m slow --timeout 1800
 
-lint: $(READY) ## ruff, mypy, snakefmt
+lint: $(READY) ## ruff, mypy, snakefmt, snakemake's lint
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/snakefmt --check Snakefile src/rules
+	@$(BIN)/snakemake --lint
 
 bench: $(READY) ## one-device tokens/s beside transformers' Llama and Mamba-2 (not a test)
 	@$(BIN)/python tests/bench/bench_one_device.py --out data/bench/one-device.json

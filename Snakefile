@@ -15,8 +15,10 @@ from snakemake.utils import min_version
 
 min_version("9.0")
 
-# The rules call the command line of the environment that Snakemake itself runs in, unless another is named.
-HYBRIDPAR = config.get("hybridpar", f"{sys.prefix}/bin/hybridpar")
+# The rules call the `hybridpar` of the environment that Snakemake itself runs in, unless another folder is named. By
+# PATH and not by parameter: a checkout that moves is no other study.
+shell.prefix(f"export PATH={config.get('bin', f'{sys.prefix}/bin')}:$PATH; ")
+
 STUDY = config.get("study", "study")
 STUDY_FILE = f"data/studies/{STUDY}.yaml"
 TABLES = f"data/tables/{STUDY}"
@@ -24,6 +26,7 @@ FIGURES = f"figures/{STUDY}"
 EXECUTED = f"notebooks/executed/{STUDY}"
 
 
+include: "src/rules/study.smk"
 include: "src/rules/runs.smk"
 include: "src/rules/tables.smk"
 include: "src/rules/notebooks.smk"

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -123,8 +122,3 @@ def test_continuous_integration_runs_the_tests_and_a_study() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert {"make test", "make smoke"} <= set(script.read_text().splitlines())
-
-
-def test_the_package_runs_as_a_module_too() -> None:
-    done = subprocess.run([sys.executable, "-m", "hybridpar", "--version"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -2,16 +2,6 @@
 
 from hybridpar.artifacts.catalogue import QUESTIONS
 
-
-def artifacts_code(*, but=()):
-    """The modules that make artifacts, for a rule to be rebuilt when one it uses is newer."""
-    return sorted(
-        str(path)
-        for path in Path("src/hybridpar/artifacts").glob("*.py")
-        if path.stem not in but
-    )
-
-
 SAVED = {question.notebook: question.artifacts for question in QUESTIONS}
 
 
@@ -30,14 +20,20 @@ for _notebook, _artifacts in SAVED.items():
             bench=rules.collectives.output,
             code=artifacts_code(but=("numbers", "paper", "prose", "report")),
         output:
-            f"{EXECUTED}/{_notebook}.ipynb",
-            f"{EXECUTED}/{_notebook}.html",
+            executed=[
+                f"{EXECUTED}/{_notebook}.ipynb",
+                f"{EXECUTED}/{_notebook}.html",
+            ],
             # every artifact has its sidecar; its figure or table only where the study has such runs
-            [f"{FIGURES}/{artifact}.json" for artifact in _artifacts],
+            saved=[f"{FIGURES}/{artifact}.json" for artifact in _artifacts],
         log:
             f"data/logs/{STUDY}/{_notebook}.log",
         conda:
             "../../envs/conda.yml"
+        params:
+            tables=lambda wildcards, input, output: folder_of(input.tables),
+            figures=lambda wildcards, input, output: folder_of(output.saved),
+            executed=lambda wildcards, input, output: folder_of(output.executed),
         shell:
-            "{HYBRIDPAR} notebook {input.source} --tables-dir {TABLES} --bench {input.bench}"
-            " --figures-dir {FIGURES} --out {EXECUTED} > {log} 2>&1"
+            "hybridpar notebook {input.source} --tables-dir {params.tables} --bench {input.bench}"
+            " --figures-dir {params.figures} --out {params.executed} > {log} 2>&1"

@@ -30,21 +30,23 @@ rule numbers:
             )
         ),
     output:
-        f"data/tables/{STUDY}/numbers.json",
-        f"data/tables/{STUDY}/macros.tex",
+        numbers=f"data/tables/{STUDY}/numbers.json",
+        macros=f"data/tables/{STUDY}/macros.tex",
     log:
         f"data/logs/{STUDY}/numbers.log",
     conda:
         "../../envs/conda.yml"
+    params:
+        tables=lambda wildcards, input, output: folder_of(input.tables),
     shell:
-        "{HYBRIDPAR} numbers --tables-dir {TABLES} --bench {input.bench} --out {output[0]} > {log} 2>&1"
+        "hybridpar numbers --tables-dir {params.tables} --bench {input.bench} --out {output.numbers} > {log} 2>&1"
 
 
 rule paper:
     """Fails when a result is typed by hand."""
     input:
         saved=ALL_SAVED,
-        numbers=rules.numbers.output[0],
+        numbers=rules.numbers.output.numbers,
         sources=PAPER_SOURCES,
         code=[f"src/hybridpar/artifacts/{module}.py" for module in ("paper", "prose")],
     output:
@@ -54,16 +56,16 @@ rule paper:
     conda:
         "../../envs/conda.yml"
     params:
-        study=STUDY,
+        figures=lambda wildcards, input, output: folder_of(input.saved),
     shell:
-        "{HYBRIDPAR} paper --figures-dir {FIGURES} --numbers {input.numbers} --out {output} > {log} 2>&1"
+        "hybridpar paper --figures-dir {params.figures} --numbers {input.numbers} --out {output} > {log} 2>&1"
 
 
 rule report:
     """One page with everything."""
     input:
         saved=ALL_SAVED,
-        numbers=rules.numbers.output[0],
+        numbers=rules.numbers.output.numbers,
         notebooks=expand(f"{EXECUTED}/{{notebook}}.html", notebook=list(SAVED)),
         paper=rules.paper.output,
         code="src/hybridpar/artifacts/report.py",
@@ -74,7 +76,8 @@ rule report:
     conda:
         "../../envs/conda.yml"
     params:
-        study=STUDY,
+        figures=lambda wildcards, input, output: folder_of(input.saved),
+        executed=lambda wildcards, input, output: folder_of(input.notebooks),
     shell:
-        "{HYBRIDPAR} report --figures-dir {FIGURES} --numbers {input.numbers} --notebooks-dir {EXECUTED}"
+        "hybridpar report --figures-dir {params.figures} --numbers {input.numbers} --notebooks-dir {params.executed}"
         " --paper {input.paper} --out {output} > {log} 2>&1"

@@ -1,32 +1,5 @@
 """Real jobs: the corpus, the batches of runs, the benchmark of collectives."""
 
-from hybridpar.launch.folder import RunFolder
-from hybridpar.specs import SpecError
-from hybridpar.study import LARGEST_BATCH, batches, digest, load_study
-
-LARGEST = int(config.get("largest_batch", LARGEST_BATCH))
-RUNS = "data/runs"
-
-try:
-    BATCHES = {
-        batch.name: batch for batch in batches(load_study(Path(STUDY_FILE)), LARGEST)
-    }
-except SpecError as error:
-    raise WorkflowError("\n".join(error.faults))
-
-
-def stamp_of(batch):
-    """What says that all runs of a batch have a result."""
-    return f"data/batches/{STUDY}/{batch}.json"
-
-
-# A stamp whose results are gone is no longer true; without it the batch goes through its runs again.
-for _name, _batch in BATCHES.items():
-    if Path(stamp_of(_name)).exists() and not all(
-        RunFolder(Path(RUNS, run.run_id)).result(run.run_id) for run in _batch.runs
-    ):
-        Path(stamp_of(_name)).unlink()
-
 
 wildcard_constraints:
     batch="|".join(BATCHES),
@@ -42,7 +15,7 @@ rule corpus:
     conda:
         "../../envs/conda.yml"
     shell:
-        "{HYBRIDPAR} corpus shakespeare > {log} 2>&1"
+        "hybridpar corpus shakespeare > {log} 2>&1"
 
 
 rule batch:
@@ -60,9 +33,11 @@ rule batch:
     params:
         # what reruns a batch is what its runs are, never a file's time
         digest=lambda wildcards: BATCHES[wildcards.batch].digest,
+        study=STUDY_FILE,
+        largest=LARGEST,
     shell:
-        "{HYBRIDPAR} batch {STUDY_FILE} --runs-dir {RUNS} --only {wildcards.batch} --largest {LARGEST} --out {output}"
-        " 2>&1 | tee {log}"
+        "hybridpar batch {params.study} --runs-dir data/runs --only {wildcards.batch} --largest {params.largest}"
+        " --out {output} 2>&1 | tee {log}"
 
 
 rule collectives:
@@ -75,4 +50,4 @@ rule collectives:
         "../../envs/conda.yml"
     threads: workflow.cores
     shell:
-        "{HYBRIDPAR} collectives --out {output} 2>&1 | tee {log}"
+        "hybridpar collectives --out {output} 2>&1 | tee {log}"

@@ -19,5 +19,7 @@ rule tables:
         "../../envs/conda.yml"
     params:
         digest=digest(run for batch in BATCHES.values() for run in batch.runs),
+        study=STUDY_FILE,
+        tables=lambda wildcards, input, output: folder_of(output),
     shell:
-        "{HYBRIDPAR} tables {STUDY_FILE} --runs-dir {RUNS} --out {TABLES} > {log} 2>&1"
+        "hybridpar tables {params.study} --runs-dir data/runs --out {params.tables} > {log} 2>&1"
