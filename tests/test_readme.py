@@ -21,6 +21,9 @@ def test_no_other_time_is_told() -> None:
     assert len(told) == len(TIMES["rows"])
 
 
-@pytest.mark.parametrize("path", re.findall(r"`((?:data|src|envs|tests|notebooks|paper)/[\w./-]+\.(?:py|yaml))`", README))
+_PATHS = re.findall(r"`((?:data|src|envs|tests|notebooks|paper)/[\w./-]+\.(?:py|yaml))`", README)
+
+
+@pytest.mark.parametrize("path", _PATHS)
 def test_every_file_that_is_named_exists(path: str) -> None:
     assert (ROOT / path).is_file()
