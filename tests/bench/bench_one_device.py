@@ -1,12 +1,14 @@
 """Training throughput on one device: our Llama and Mamba-2 against those of transformers, side by side.
 
-    python tests/bench/bench_one_device.py --out FILE [--repeats 5]
+    python tests/bench/bench_one_device.py --out FILE [--repeats 9]
 
 Both models have the same configuration and start from the same weights; a sample is one step (forward, backward,
-AdamW) on the same batch in float32 on one thread. Samples of the two alternate, and each pair starts with the other
-one, so that a slow moment of the machine hits both. Wall time is the headline; processor time beside it leaves out
-what other processes took. Times are those of this CPU; they say nothing about a GPU. Of transformers' Mamba-2 this
-is the plain torch path, the only one that runs on a CPU: its fused kernels need CUDA.
+AdamW) on the same batch in float32 on one thread. Samples alternate, and each round starts with another one, so
+that a slow moment of the machine hits all. A second copy of our model is the control: its ratio to the first is one
+but for noise, and a ratio to transformers within the control's range says nothing. Wall time is the headline;
+processor time beside it leaves out what other processes took. Times are those of this CPU; they say nothing about a
+GPU. Of transformers' Mamba-2 this is the plain torch path, the only one that runs on a CPU: its fused kernels need
+CUDA.
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ from hybridpar.specs import ModelSpec
 
 BATCH, LENGTH, THREADS = 4, 256, 1
 STEPS_PER_REPEAT = 2
+# The presets at fewer layers, and a Mamba-2 with the state and the chunk of the public 2.7B model (one chunk per
+# sequence here): how far the two implementations of Mamba-2 are apart depends on both.
 MODELS = {
     "llama": {"preset": "llama-medium", "layers": 4},
-    "mamba2": {"preset": "mamba2-medium", "layers": 4, "ssm_state": 64},
+    "mamba2": {"preset": "mamba2-medium", "layers": 4},
+    "mamba2-N128-C256": {"preset": "mamba2-medium", "layers": 4, "ssm_state": 128, "ssm_chunk": 256},
 }
 
 
@@ -58,7 +63,7 @@ def main() -> None:
     """Measure, write the JSON, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of samples per model (at least 1)")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds of samples per model (at least 1)")
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error(f"--repeats={arguments.repeats} must be at least 1")
@@ -77,13 +82,13 @@ def compare(model: ModelSpec, repeats: int) -> dict[str, Any]:
     Raises:
         SystemExit: the two do not compute the same loss, so that a comparison of their speed means nothing.
     """
-    ours = LanguageModel(model)
-    initialise(ours, model, seed=0)
+    ours, control = (initialised(model) for _ in range(2))
     theirs = twin_of(ours, model).train()
     window = torch.randint(model.vocab, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     tokens, targets = window[:, :-1].contiguous(), window[:, 1:].contiguous()
     steps = {
         "ours": training_step(ours, lambda: next_token_loss(ours(tokens), targets)),
+        "control": training_step(control, lambda: next_token_loss(control(tokens), targets)),
         "transformers": training_step(
             theirs, lambda: next_token_loss(theirs(input_ids=tokens, use_cache=False).logits, targets)
         ),
@@ -94,10 +99,18 @@ def compare(model: ModelSpec, repeats: int) -> dict[str, Any]:
     ceilings = [matmul_flops_per_s(THREADS, "fp32", "cpu")]
     samples: dict[str, list[Sample]] = {name: [] for name in steps}
     for repeat in range(repeats):
-        for name in sorted(steps, reverse=bool(repeat % 2)):
+        first = repeat % len(steps)
+        for name in [*steps, *steps][first : first + len(steps)]:
             samples[name].append(timed(steps[name]))
     ceilings.append(matmul_flops_per_s(THREADS, "fp32", "cpu"))
     return summary(model, sum(p.numel() for p in ours.parameters()), losses, samples, ceilings)
+
+
+def initialised(model: ModelSpec) -> LanguageModel:
+    """Our model with its initial parameters."""
+    lm = LanguageModel(model)
+    initialise(lm, model, seed=0)
+    return lm
 
 
 def training_step(model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], float]:
@@ -132,10 +145,9 @@ def summary(
     samples: dict[str, list[Sample]],
     ceilings: list[float],
 ) -> dict[str, Any]:
-    """Medians with their ranges, the ratio of each pair, and the fraction of the ceiling."""
+    """Medians with their ranges, the ratio in each round, and the fraction of the ceiling."""
     flops = 3 * forward_flops(model, BATCH, LENGTH)
     ceiling = max(ceilings)
-    pairs = list(zip(samples["ours"], samples["transformers"], strict=True))
     wall = {name: [sample.wall_s for sample in series] for name, series in samples.items()}
     return {
         "spec": model.model_dump(),
@@ -146,10 +158,17 @@ def summary(
         "samples": {name: [asdict(sample) for sample in series] for name, series in samples.items()},
         "tokens_per_s": {name: spread([BATCH * LENGTH / s for s in times]) for name, times in wall.items()},
         "ceiling_fraction": {name: spread([flops / s / ceiling for s in times]) for name, times in wall.items()},
-        "speed_over_transformers": {
-            "wall": spread([theirs.wall_s / ours.wall_s for ours, theirs in pairs]),
-            "processor": spread([theirs.processor_s / ours.processor_s for ours, theirs in pairs]),
-        },
+        "speed_over_transformers": ratios(samples["ours"], samples["transformers"]),
+        "speed_over_control": ratios(samples["ours"], samples["control"]),
+    }
+
+
+def ratios(ours: list[Sample], others: list[Sample]) -> dict[str, dict[str, float]]:
+    """Time of the other over ours, round by round: above one, ours is faster."""
+    rounds = list(zip(ours, others, strict=True))
+    return {
+        "wall": spread([other.wall_s / own.wall_s for own, other in rounds]),
+        "processor": spread([other.processor_s / own.processor_s for own, other in rounds]),
     }
 
 
@@ -192,15 +211,16 @@ def cpu_model() -> str:
 
 
 def table(models: dict[str, dict[str, Any]]) -> str:
-    """Tokens per second, fraction of the ceiling and ratio, median (min-max)."""
-    lines = [f"{'model':8} {'':13} {'tokens/s':>20} {'of matmul ceiling':>22}"]
+    """Tokens per second, fraction of the ceiling and ratios, median (min-max)."""
+    lines = [f"{'model':17} {'':13} {'tokens/s':>20} {'of matmul ceiling':>22}"]
     for model, results in models.items():
         for name in ("ours", "transformers"):
             speed = ranged(results["tokens_per_s"][name], "{:.0f}")
             fraction = ranged(results["ceiling_fraction"][name], "{:.0%}")
-            lines.append(f"{model:8} {name:13} {speed:>20} {fraction:>22}")
-        ratios = [f"{ranged(ratio, '{:.2f}')} {clock}" for clock, ratio in results["speed_over_transformers"].items()]
-        lines.append(f"{model:8} ours / transformers: {', '.join(ratios)} time")
+            lines.append(f"{model:17} {name:13} {speed:>20} {fraction:>22}")
+        for other in ("transformers", "control"):
+            speeds = [f"{ranged(ratio, '{:.2f}')} {clock}" for clock, ratio in results[f"speed_over_{other}"].items()]
+            lines.append(f"{model:17} ours / {other}: {', '.join(speeds)} time")
     return "\n".join(lines)
 
 
