@@ -79,7 +79,7 @@ def test_fields_beside_a_preset_override_it() -> None:
         ({"model": {"preset": "lama-toy"}}, "model.preset='lama-toy' is unknown (did you mean llama-toy?)"),
         ({"model": {"preset": "llama-toy", "heds": 3}}, "model.heds is not a known key (did you mean heads?)"),
         ({"model": {"preset": "llama-toy", "heads": 5}}, "model.kv_heads=2 does not divide model.heads=5; legal: 1, 5"),
-        ({"model": {"preset": "llama-toy", "pattern": "AX"}}, "model.pattern='AX' may hold only the letters A and M"),
+        ({"model": {"preset": "llama-toy", "pattern": "AX"}}, "model.pattern='AX' may hold only the letters A, E, M"),
         ({"model": {"family": "mamba2", "layers": 2}}, "model.hidden is missing"),
         ({"model": {"family": "mamba2", "layers": 2, "hidden": 24, "ssm_head_dim": 5}}, "model.ssm_head_dim=5"),
         ({"model": 4}, "model=4 must be a mapping"),

@@ -28,7 +28,7 @@ from hybridpar.presets import CLUSTERS, MODELS
 
 # Bumped by hand when the meaning of a finished run changes (model maths, training loop, metering).
 # It is hashed into every run_id, so plots, prose and docs never rerun a job, and such a change does.
-TRAINING_CODE_VERSION = 1
+TRAINING_CODE_VERSION = 2
 
 Family = Literal["transformer", "mamba2", "hybrid", "moe"]
 Phase = Literal["train", "prefill", "decode"]
@@ -42,6 +42,9 @@ Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
 Launcher = Literal["forked", "torchrun"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+
+# Kinds of layers, by the letter that model.pattern uses.
+KINDS = ("A", "E", "M")
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -82,10 +85,16 @@ class ModelSpec(_Frozen):
     ssm_expand: NonNegative = Field(0, description="E, inner width over hidden")
     ssm_conv: NonNegative = Field(0, description="width of the causal convolution")
     ssm_chunk: NonNegative = Field(0, description="C, tokens per SSD chunk")
-    pattern: str = Field("", description="one letter a layer, repeated: A attention+MLP, M Mamba-2")
-    experts: NonNegative = Field(0, description="routed experts (moe)")
-    top_k: NonNegative = Field(0, description="experts a token is routed to (moe)")
-    shared_experts: NonNegative = Field(0, description="experts every token passes (moe)")
+    pattern: str = Field(
+        "", description="one letter a layer, repeated: A attention+MLP, E attention+experts, M Mamba-2"
+    )
+    experts: NonNegative = Field(0, description="routed experts, each ffn_hidden wide inside")
+    top_k: NonNegative = Field(0, description="experts a token is routed to")
+    shared_experts: NonNegative = Field(0, description="experts every token passes")
+    capacity_factor: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="places of an expert over its even share of a sequence; 0: as many as asked for (dropless)"
+    )
+    aux_loss: Annotated[float, Field(ge=0)] = Field(0.0, description="weight of the load-balancing loss")
     tied_embeddings: bool = Field(False, description="head shares the embedding's weight")
     norm_eps: Annotated[float, Field(gt=0)] = Field(1e-5, description="epsilon of RMSNorm")
 
@@ -107,8 +116,8 @@ class ModelSpec(_Frozen):
             for name in _required_dimensions(self)
             if getattr(self, name) < 1
         ]
-        if set(self.pattern) - set("AM"):
-            faults.append(f"model.pattern={self.pattern!r} may hold only the letters A and M")
+        if set(self.pattern) - set(KINDS):
+            faults.append(f"model.pattern={self.pattern!r} may hold only the letters {', '.join(KINDS)}")
         if self.pattern and self.layers % len(self.pattern):
             faults.append(
                 f"model.layers={self.layers} is not a multiple of the length of "
@@ -149,14 +158,14 @@ class ModelSpec(_Frozen):
 
     @property
     def layer_kinds(self) -> str:
-        """One letter for each of the L layers: `A` attention + MLP, `M` Mamba-2."""
+        """One letter for each of the L layers: `A` attention + MLP, `E` attention + experts, `M` Mamba-2."""
         return self.pattern * (self.layers // len(self.pattern))
 
 
 def _required_dimensions(model: ModelSpec) -> tuple[str, ...]:
-    attention = ("heads", "kv_heads", "head_dim", "ffn_hidden") if "A" in model.pattern else ()
+    attention = ("heads", "kv_heads", "head_dim", "ffn_hidden") if set(model.pattern) & set("AE") else ()
     mamba = ("ssm_state", "ssm_head_dim", "ssm_groups", "ssm_expand", "ssm_conv", "ssm_chunk")
-    experts = ("experts", "top_k") if model.family == "moe" else ()
+    experts = ("experts", "top_k") if "E" in model.pattern else ()
     return attention + (mamba if "M" in model.pattern else ()) + experts
 
 
@@ -165,9 +174,9 @@ def _with_model_defaults(given: dict[str, Any]) -> dict[str, Any]:
     family, hidden = given.get("family"), given.get("hidden")
     if not isinstance(family, str) or not isinstance(hidden, int) or hidden < 1:
         return given
-    defaults: dict[str, Any] = {"pattern": {"transformer": "A", "moe": "A", "mamba2": "M"}.get(family, "MA")}
+    defaults: dict[str, Any] = {"pattern": {"transformer": "A", "moe": "E", "mamba2": "M"}.get(family, "MA")}
     pattern = given.get("pattern", defaults["pattern"])
-    if isinstance(pattern, str) and "A" in pattern:
+    if isinstance(pattern, str) and set(pattern) & set("AE"):
         heads = given.get("heads", max(1, hidden // 64))
         if isinstance(heads, int) and heads >= 1:
             defaults |= {"heads": heads, "kv_heads": heads, "head_dim": max(1, hidden // heads)}
@@ -181,8 +190,9 @@ def _with_model_defaults(given: dict[str, Any]) -> dict[str, Any]:
             "ssm_conv": 4,
             "ssm_chunk": 64,
         }
-    if family == "moe":
-        defaults |= {"experts": 8, "top_k": 2}
+    if isinstance(pattern, str) and "E" in pattern:
+        experts = given.get("experts", 8)
+        defaults |= {"experts": 8, "top_k": min(2, experts) if isinstance(experts, int) else 2, "aux_loss": 0.01}
     return defaults | given
 
 
@@ -230,13 +240,37 @@ class Strategy(_Frozen):
         description="0 DDP; 1 optimizer sharded; 2 gradients too (torch: FSDP2 kept unsharded "
         "between forward and backward); 3 parameters too (torch: FSDP2 resharding)",
     )
+    zero_group: NonNegative = Field(
+        0, description="ranks that one copy of what FSDP2 shards is spread over (HSDP); 0: all of dp*cp"
+    )
     sp: bool = Field(False, description="Megatron sequence parallelism, over the tp ranks")
     cp_kind: ContextParallelKind = Field("ring", description="how attention crosses cp ranks")
     schedule: Schedule = Field("1f1b", description="order of micro-batches in the pipeline")
-    virtual: Positive = Field(1, description="pipeline stages held by one device")
+    virtual: Positive = Field(
+        1, description="pipeline stages held by one device (left out: 2 where the schedule needs several)"
+    )
+    stage_layers: Annotated[tuple[NonNegative, ...], Field(strict=False)] = Field(
+        (), description="layers of each of the pp*virtual stages; left out: as even as can be"
+    )
     recompute: Recompute = Field("none", description="activations recomputed in the backward")
     offload: Offload = Field("none", description="what lives in host memory")
-    overlap: bool = Field(True, description="start gradient communication during the backward")
+    overlap: bool = Field(
+        True,
+        description="communicate while computing: gradients during the backward, keys and values of ring attention",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_virtual(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or "virtual" in given or given.get("pp", 1) == 1:
+            return given
+        several = given.get("schedule") in ("interleaved", "zb-v", "dualpipe-v")
+        return {**given, "virtual": 2} if several else given
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages, pp*virtual."""
+        return self.pp * self.virtual
 
     @property
     def devices(self) -> int:
@@ -248,10 +282,12 @@ class Strategy(_Frozen):
         """Short name for tables and axes, e.g. `dp2-tp2-sp` or `deepspeed-dp4-zero3`."""
         degrees = [f"{axis}{n}" for axis in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(self, axis)) > 1]
         options = [f"zero{self.zero}"] if self.zero else []
+        options += [f"group{self.zero_group}"] if self.zero_group else []
         options += ["sp"] if self.sp else []
         options += [self.cp_kind] if self.cp > 1 else []
         options += [self.schedule] if self.pp > 1 else []
         options += [f"v{self.virtual}"] if self.virtual > 1 else []
+        options += ["layers" + "+".join(map(str, self.stage_layers))] if self.stage_layers else []
         options += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
         options += [f"offload-{self.offload}"] if self.offload != "none" else []
         options += [] if self.overlap else ["no-overlap"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.models.attention import Attention, rotary_angles, rotate
+from hybridpar.models.attention import Attention, rotary_angles, rotate, successive_positions
 from hybridpar.models.init import initialise
 from hybridpar.models.lm import LanguageModel
 from hybridpar.specs import ModelSpec
@@ -54,7 +54,7 @@ def test_it_equals_the_textbook_softmax(heads: int, kv_heads: int) -> None:
 def test_scores_depend_on_the_distance_alone() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 8, dtype=torch.float64)
-    near, far = (rotary_angles(5, 8, 1e4, _CPU, first) for first in (0, 100))
+    near, far = (rotary_angles(successive_positions(first, 5, _CPU), 8, 1e4) for first in (0, 100))
     scores = [
         rotate(q.expand(1, 1, 5, 8), angles)[0, 0] @ rotate(k.expand(1, 1, 5, 8), angles)[0, 0].T
         for angles in (near, far)
@@ -64,14 +64,14 @@ def test_scores_depend_on_the_distance_alone() -> None:
 
 def test_rotation_keeps_lengths_and_position_zero() -> None:
     x = torch.linspace(-1, 2, 112, dtype=torch.float64).view(1, 2, 7, 8)
-    turned = rotate(x, rotary_angles(7, 8, 1e4, _CPU))
+    turned = rotate(x, rotary_angles(successive_positions(0, 7, _CPU), 8, 1e4))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     torch.testing.assert_close(turned[:, :, 0], x[:, :, 0])
 
 
 def test_a_block_of_later_positions_continues_the_table() -> None:
-    whole = rotary_angles(10, 8, 1e4, _CPU)
-    torch.testing.assert_close(rotary_angles(4, 8, 1e4, _CPU, first=6), whole[6:], rtol=0, atol=0)
+    whole = rotary_angles(successive_positions(0, 10, _CPU), 8, 1e4)
+    torch.testing.assert_close(rotary_angles(successive_positions(6, 4, _CPU), 8, 1e4), whole[6:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

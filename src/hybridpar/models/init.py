@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hybridpar.specs import ModelSpec
 
-_INTO_RESIDUAL = ("wo.weight", "w_down.weight", "w_out.weight")
+_INTO_RESIDUAL = ("wo.weight", "w_down.weight", "w_out.weight", "experts.w_down")
 _SCALE = 0.02
 _A_RANGE = (1.0, 16.0)
 _DT_RANGE = (1e-3, 1e-1)

@@ -5,9 +5,12 @@ Symbols: b batch, S tokens, d hidden, V vocab.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from hybridpar.models.block import build_block
+from hybridpar.models.cache import LayerCache
 from hybridpar.models.norm import RMSNorm
 from hybridpar.specs import ModelSpec
 
@@ -28,12 +31,19 @@ class LanguageModel(nn.Module):
         if model.tied_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens (b, S) (hidden states (b, S, d) without embed) -> logits (b, S, V) (hidden states without head)."""
+    def forward(self, x: Tensor, caches: Mapping[str, LayerCache] | None = None) -> Tensor:
+        """Tokens (b, S) (hidden states (b, S, d) without embed) -> logits (b, S, V) (hidden states without head).
+
+        With caches, one a block, the tokens follow those that are in the caches, and join them.
+        """
         if self.embed is not None:
             x = self.embed(x)
-        for block in self.blocks.values():
-            x = block(x)
+        for key, block in self.blocks.items():
+            x = block(x) if caches is None else block(x, caches[key])
         if self.norm is not None:
             x = self.norm(x)
         return x if self.head is None else self.head(x)
+
+    def new_caches(self, capacity: int) -> dict[str, LayerCache]:
+        """Empty caches of all blocks for up to `capacity` tokens."""
+        return {key: block.new_cache(capacity) for key, block in self.blocks.items()}  # type: ignore[operator]

@@ -8,6 +8,9 @@ Source: Dao & Gu 2024, arXiv 2405.21060: recurrence eq. (2), block decomposition
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,7 +34,12 @@ def segment_decay(log_decay: Tensor) -> Tensor:
     return difference.masked_fill_(future, float("-inf")).exp()
 
 
-def ssd(x: Tensor, dt: Tensor, log_a: Tensor, b_in: Tensor, c_out: Tensor, chunk: int) -> Tensor:
+Carry = Callable[[Tensor, Tensor], Tensor]
+
+
+def ssd(
+    x: Tensor, dt: Tensor, log_a: Tensor, b_in: Tensor, c_out: Tensor, chunk: int, carry: Carry | None = None
+) -> Tensor:
     """h_t = a_t h_{t-1} + dt_t B_t x_t^T, y_t = C_t^T h_t, for all t, in chunks.
 
     Args:
@@ -41,6 +49,8 @@ def ssd(x: Tensor, dt: Tensor, log_a: Tensor, b_in: Tensor, c_out: Tensor, chunk
         b_in: B, (b, S, G, N).
         c_out: C, (b, S, G, N).
         chunk: C, tokens per chunk; a ragged last chunk is padded with dt = 0, which changes no state.
+        carry: given what all S tokens add to the state (b, G, N, H/G * P) and by how much they multiply an older
+            one (b, G, 1, H/G * P), answers with the state before them; without it that is zero.
 
     Returns:
         y, (b, S, H, P).
@@ -73,26 +83,60 @@ def ssd(x: Tensor, dt: Tensor, log_a: Tensor, b_in: Tensor, c_out: Tensor, chunk
         flat = added[:, :-1].unflatten(-1, (heads_per_group, width)).permute(0, 2, 4, 1, 3, 5).flatten(-2)
         carried = (decay @ flat).unflatten(-1, (state, width)).permute(0, 3, 1, 4, 2, 5).flatten(-2)
         before = torch.cat((before, carried), dim=1)
+    if carry is not None:
+        before = _from_state_before(before, added, total[..., -1], width, carry)
     # 4. what the states before a chunk give to its outputs, (b, Q, G, C, H/G, P)
     across = (c_out @ before).unflatten(-1, (heads_per_group, width))
     out = torch.addcmul(within.transpose(3, 4), across, total.exp().transpose(3, 4).unsqueeze(-1))
     return out.transpose(2, 3).reshape(batch, chunks * chunk, heads, width)[:, :length]
 
 
-def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _from_state_before(before: Tensor, added: Tensor, log_decay: Tensor, width: int, carry: Carry) -> Tensor:
+    """States before each chunk, (b, Q, G, N, H/G * P), when the sequence itself starts from a state.
+
+    Args:
+        before: the same, started from zero.
+        added: what each chunk adds, (b, Q, G, N, H/G * P).
+        log_decay: log of each chunk's decay, (b, Q, G, H/G).
+        width: P.
+        carry: see `ssd`.
+    """
+    decay = log_decay.exp().repeat_interleave(width, dim=-1).unsqueeze(-2)
+    initial = carry(torch.addcmul(added[:, -1], before[:, -1], decay[:, -1]), decay.prod(1))
+    until = torch.cat((torch.ones_like(decay[:, :1]), decay[:, :-1].cumprod(1)), dim=1)
+    return torch.addcmul(before, until, initial.unsqueeze(1))
+
+
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None = None) -> Tensor:
     """Depthwise causal convolution along the sequence.
 
     Args:
         x: (b, S, channels).
         weight: (channels, 1, width); the last tap is the current token.
         bias: (channels,).
+        tail: the inputs before x, (b, width - 1, channels); zeros where there are none.
 
     Returns:
         (b, S, channels).
     """
     channels, _, width = weight.shape
-    padded = functional.pad(x.transpose(1, 2), (width - 1, 0))
+    if tail is None:
+        padded = functional.pad(x.transpose(1, 2), (width - 1, 0))
+    else:
+        padded = torch.cat((tail, x), dim=1).transpose(1, 2)
     return functional.conv1d(padded, weight, bias, groups=channels).transpose(1, 2)
+
+
+class Before(Protocol):
+    """What a Mamba-2 layer must know of the tokens before its input; see `hybridpar.models.cache.StateCache`."""
+
+    def tail(self, recent: Tensor) -> Tensor:
+        """The w-1 inputs of the convolution before the input, (b, w-1, channels), for its own last ones."""
+        ...
+
+    def state(self, added: Tensor, decay: Tensor) -> Tensor:
+        """The state before the input, for what the input adds to it and multiplies it by; see `ssd`."""
+        ...
 
 
 class CausalConvolution(nn.Module):
@@ -103,9 +147,9 @@ class CausalConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (b, S, channels) -> (b, S, channels)."""
-        return functional.silu(causal_convolution(x, self.weight, self.bias))
+    def forward(self, x: Tensor, tail: Tensor | None = None) -> Tensor:
+        """x (b, S, channels), after tail (b, width - 1, channels) -> (b, S, channels)."""
+        return functional.silu(causal_convolution(x, self.weight, self.bias, tail))
 
 
 class GatedRMSNorm(nn.Module):
@@ -162,19 +206,29 @@ class Mamba2(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.norm = GatedRMSNorm(inner, groups, eps)
         self.w_out = nn.Linear(inner, hidden, bias=False)
+        self.scan: Callable[..., Tensor] = ssd
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (b, S, d) -> (b, S, d)."""
-        return self.w_out(self.norm(self.mix(x), self.w_z(x)))
+    def forward(self, x: Tensor, before: Before | None = None) -> Tensor:
+        """x (b, S, d) -> (b, S, d); `before` knows the tokens before x, if there are any."""
+        return self.w_out(self.norm(self.mix(x, before), self.w_z(x)))
 
-    def mix(self, x: Tensor) -> Tensor:
+    def mix(self, x: Tensor, before: Before | None = None) -> Tensor:
         """Everything before the gate, (b, S, d) -> (b, S, E*d)."""
         batch, length, _ = x.shape
-        inputs = self.conv_x(self.w_x(x)).view(batch, length, self.heads, self.head_dim)
-        b_in = self.conv_B(self.w_B(x)).view(batch, length, self.groups, self.state)
-        c_out = self.conv_C(self.w_C(x)).view(batch, length, self.groups, self.state)
+        raw = (self.w_x(x), self.w_B(x), self.w_C(x))
+        tails = (None, None, None) if before is None else self._tails(raw, before)
+        inputs = self.conv_x(raw[0], tails[0]).view(batch, length, self.heads, self.head_dim)
+        b_in = self.conv_B(raw[1], tails[1]).view(batch, length, self.groups, self.state)
+        c_out = self.conv_C(raw[2], tails[2]).view(batch, length, self.groups, self.state)
         dtype = statistics_dtype(x)
         dt = functional.softplus((self.w_dt(x) + self.dt_bias).to(dtype))
         log_a = -self.A_log.to(dtype).exp()
-        y = ssd(inputs.to(dtype), dt, log_a, b_in.to(dtype), c_out.to(dtype), self.chunk).to(x.dtype)
+        chunk, carry = (self.chunk, None) if before is None else (min(self.chunk, length), before.state)
+        y = self.scan(inputs.to(dtype), dt, log_a, b_in.to(dtype), c_out.to(dtype), chunk, carry).to(x.dtype)
         return torch.addcmul(y, inputs, self.D.unsqueeze(-1)).flatten(-2)
+
+    def _tails(self, raw: Sequence[Tensor], before: Before) -> tuple[Tensor, ...]:
+        """What came before x at the inputs of the three convolutions, asked for together."""
+        kept = self.conv_x.weight.shape[-1] - 1
+        recent = torch.cat([t[:, max(0, t.shape[1] - kept) :] for t in raw], dim=-1)
+        return before.tail(recent).split([t.shape[-1] for t in raw], dim=-1)

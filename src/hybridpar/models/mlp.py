@@ -5,8 +5,15 @@ Symbols: T tokens, d hidden, f ffn_hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return functional.silu(gate) * up
 
 
 class SwiGLU(nn.Module):
@@ -17,7 +24,8 @@ class SwiGLU(nn.Module):
         self.w_gate = nn.Linear(hidden, ffn_hidden, bias=False)
         self.w_up = nn.Linear(hidden, ffn_hidden, bias=False)
         self.w_down = nn.Linear(ffn_hidden, hidden, bias=False)
+        self.product: Callable[[Tensor, Tensor], Tensor] = gated
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d) -> (..., d)."""
-        return self.w_down(functional.silu(self.w_gate(x)) * self.w_up(x))
+        return self.w_down(self.product(self.w_gate(x), self.w_up(x)))

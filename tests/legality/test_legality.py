@@ -16,13 +16,14 @@ def _run(preset: str = "llama-toy", workload: dict | None = None, model: dict | 
     ("strategy", "sentence"),
     [
         ({"dp": 3}, "strategy.dp=3: does not divide workload.global_batch=8; legal: 1, 2, 4, 8"),
-        ({"tp": 4}, "strategy.tp=4: does not divide model.kv_heads=2; legal: 1, 2"),
+        ({"tp": 3}, "strategy.tp=3: does not divide model.heads=4; legal: 1, 2, 4"),
         ({"sp": True}, "strategy.sp=true: splits the sequence over tp ranks, and tp=1; legal: false, or tp of 2"),
         ({"pp": 8}, "strategy.pp=8: exceeds model.layers=4; legal: 1 to 4"),
-        ({"zero": 2}, "strategy.zero=2: shards over data replicas, and dp=1; legal: 0, or dp of 2 or more"),
-        ({"overlap": False}, "strategy.overlap=false: concerns gradients of data replicas, and dp=1; legal: true"),
+        ({"zero": 2}, "strategy.zero=2: shards over data replicas, and dp*cp=1; legal: 0, or dp*cp of 2 or more"),
+        ({"overlap": False}, "strategy.overlap=false: concerns gradients of data replicas, and dp*cp=1; legal: true"),
         ({"dp": 2, "zero": 3, "overlap": False}, "strategy.overlap=false: FSDP2 (zero=3) always overlaps; legal: true"),
-        ({"cp": 2}, "strategy.cp=2: not available in this version; legal: 1"),
+        ({"cp": 3}, "workload.seq_len=128: does not split into 6 equal pieces (two to each cp rank"),
+        ({"ep": 2}, "strategy.ep=2: spreads experts, and model.family=transformer has none"),
         ({"dp": 2, "pp": 4, "zero": 3, "engine": "deepspeed"}, "DeepSpeed's PipelineModule refuses ZeRO-2 and ZeRO-3"),
         ({"engine": "deepspeed", "tp": 2}, "strategy.tp=2: engine=deepspeed is offered for dp and pp"),
     ],
@@ -32,8 +33,8 @@ def test_a_violation_names_field_value_reason_and_legal_values(strategy: dict, s
 
 
 def test_all_violations_are_told_at_once() -> None:
-    found = violations(_run(dp=3, tp=3, pp=8, cp=2))
-    assert {violation.field for violation in found} >= {"strategy.dp", "strategy.tp", "strategy.pp", "strategy.cp"}
+    found = violations(_run(dp=3, tp=3, pp=8, cp=3))
+    assert {violation.field for violation in found} >= {"strategy.dp", "strategy.tp", "strategy.pp", "workload.seq_len"}
 
 
 def test_1f1b_needs_a_micro_batch_for_every_stage() -> None:
@@ -46,12 +47,6 @@ def test_text_needs_a_vocabulary_of_bytes() -> None:
     run = _run(model={"vocab": 67})
     assert "model.vocab=67: text is read as bytes" in str(infeasible_reason(run))
     assert infeasible_reason(run, on_text=False) is None
-
-
-def test_tied_embeddings_are_not_split_over_stages() -> None:
-    reason = infeasible_reason(_run(pp=2, model={"tied_embeddings": True}))
-    assert reason is not None
-    assert "tied_embeddings" in reason
 
 
 def test_tp_may_not_cut_through_a_norm_group_of_mamba() -> None:
