@@ -75,6 +75,19 @@ class RankGrid:
         rows = self._ranks.transpose(*kept, *chosen).reshape(-1, size)
         return tuple(tuple(int(rank) for rank in row) for row in rows)
 
+    def blocks(self, axis: Axis, size: int) -> tuple[tuple[int, ...], ...]:
+        """Groups of `size` neighbours along one axis (a divisor of its degree); they partition all ranks."""
+        return tuple(group[first : first + size] for group in self.groups(axis) for first in range(0, len(group), size))
+
+    def across_blocks(self, axis: Axis, size: int, *others: Axis) -> tuple[tuple[int, ...], ...]:
+        """Groups of the ranks at one place in every block of `size` along `axis`, and along `others`."""
+        where = {rank: getattr(self.coordinate(rank), axis) % size for rank in range(self.size)}
+        return tuple(
+            tuple(rank for rank in group if where[rank] == place)
+            for group in self.groups(axis, *others)
+            for place in range(size)
+        )
+
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """The group along `axes` that holds `rank`."""
         return next(group for group in self.groups(*axes) if rank in group)

@@ -59,6 +59,7 @@ CATEGORY_COLOURS: Mapping[str, Any] = {
     "optimizer": _PALETTE[2],
     "activations": _PALETTE[4],
     "buffers": _PALETTE[7],
+    "host": _PALETTE[3],
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 

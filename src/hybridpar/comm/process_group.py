@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -109,6 +109,11 @@ class ProcessMesh:
         if len(wide) > 1:
             return self._joint_groups[wide]
         return self.device_mesh.get_group(wide[0] if wide else axes[0])
+
+    def new_group(self, partition: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+        """This rank's group of a partition of all ranks that no axis names. Collective, in one order on all ranks."""
+        made = {ranks: dist.new_group(list(ranks)) for ranks in partition}
+        return next(group for ranks, group in made.items() if self.rank in ranks)
 
 
 def _wide(grid: RankGrid, axes: Iterable[Axis]) -> tuple[Axis, ...]:

@@ -19,7 +19,7 @@ from hybridpar.outcome import OUTCOMES, Outcome
 from hybridpar.specs import RunSpec
 
 SCHEMA = 1
-MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
+MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "host")
 _COMM_TOTALS = ("calls", "bytes", "wire_bytes", "seconds", "exposed_seconds")
 # Signals by which a process is ended from outside or by a fault of its own. SIGABRT is not among them: runtimes
 # raise it when they lose a peer.
@@ -248,12 +248,13 @@ def _step_times(events: Sequence[Sequence[Event]]) -> list[float]:
 
 
 def _peak_bytes(events: Sequence[Sequence[Event]]) -> dict[str, int] | None:
-    """Largest rank's bytes in each category; `total` is the largest rank's sum. None without a warm-up step."""
+    """Largest rank's bytes in each category; `total` is the largest rank's sum on its device. None if none was seen."""
     seen = list(_of_kind("memory", events))
     if not seen:
         return None
     by_category = {name: max(event[name] for event in seen) for name in MEMORY_CATEGORIES}
-    return {**by_category, "total": max(sum(event[name] for name in MEMORY_CATEGORIES) for event in seen)}
+    on_device = [name for name in MEMORY_CATEGORIES if name != "host"]
+    return {**by_category, "total": max(sum(event[name] for name in on_device) for event in seen)}
 
 
 def _comm(events: Sequence[Sequence[Event]], timed_steps: int) -> list[dict[str, Any]]:

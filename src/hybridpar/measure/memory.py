@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Peak bytes of one rank by category; the peaks need not coincide, so their sum is an upper bound."""
+    """Peak bytes of one rank by category; the peaks need not coincide, so their sum is an upper bound. `host` is what
+    an offloading strategy keeps in main memory, beside the device."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     buffers: int
+    host: int
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -125,6 +127,7 @@ class MemoryAccountant:
             optimizer=storage_bytes(self._after.optimizer),
             activations=self._activations.peak,
             buffers=storage_bytes(self._after.buffers),
+            host=storage_bytes(self._after.host),
         )
 
     def _pack(self, tensor: Tensor) -> _Saved | Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it, so that one device is clipped the same
@@ -17,31 +18,37 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@dataclass(frozen=True)
+class Disjoint:
+    """Gradients that this rank counts, and the groups over which others hold other parts of the same tensors."""
+
+    gradients: Sequence[Tensor]
+    groups: Sequence[dist.ProcessGroup]
+
+
 @torch.no_grad()
-def clip_gradients(
-    parameters: Mapping[str, nn.Parameter],
-    counted_elsewhere: frozenset[str],
-    groups: Sequence[dist.ProcessGroup],
-    largest: float,
-) -> float:
-    """Scale all gradients so that their global norm is at most `largest`.
+def global_norm(kinds: Sequence[Disjoint], groups: Sequence[dist.ProcessGroup], device: torch.device) -> float:
+    """Norm over everything.
 
     Args:
-        parameters: this rank's, by name.
-        counted_elsewhere: names whose gradient another rank of `groups` also holds and counts.
-        groups: axes over which the counted gradients are disjoint (tp, pp, and dp where parameters are sharded).
-        largest: 0 switches clipping off.
-
-    Returns:
-        The norm before clipping.
+        kinds: gradients by how they lie over data replicas.
+        groups: axes over which all kinds are disjoint (tp, pp).
+        device: where sums are made.
     """
-    grads = [(name, local_tensor(p.grad)) for name, p in parameters.items() if p.grad is not None]
-    counted = [grad.double().square().sum() for name, grad in grads if name not in counted_elsewhere]
-    device = grads[0][1].device if grads else torch.device("cpu")
-    total = torch.stack(counted).sum() if counted else torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for kind in kinds:
+        squares = [local_tensor(grad).double().square().sum() for grad in kind.gradients]
+        part = torch.stack(squares).sum().to(device) if squares else torch.zeros_like(total)
+        for group in kind.groups:
+            dist.all_reduce(part, group=group)
+        total += part
     for group in groups:
         dist.all_reduce(total, group=group)
-    norm = total.sqrt().item()
-    if largest and norm + _EPSILON > largest:
-        torch._foreach_mul_([grad for _, grad in grads], largest / (norm + _EPSILON))
-    return norm
+    return total.sqrt().item()
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: Sequence[Tensor], norm: float, largest: float) -> None:
+    """Scale all gradients, whose global norm is `norm`, so that it is at most `largest` (0: as they are); in place."""
+    if largest and norm + _EPSILON > largest and gradients:
+        torch._foreach_mul_([local_tensor(grad) for grad in gradients], largest / (norm + _EPSILON))

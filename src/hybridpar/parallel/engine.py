@@ -18,19 +18,21 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Parts:
-    """The tensors this rank holds between steps, by category (plain local tensors)."""
+    """The tensors this rank holds between steps, by category (plain local tensors). `host` is kept in main memory,
+    beside a device."""
 
     parameters: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
     optimizer: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
+    host: tuple[Tensor, ...] = ()
 
 
 class Engine(Protocol):
     """A model laid out over ranks with its optimizer. All methods are collective."""
 
     def step(self, tokens: Tensor, targets: Tensor) -> StepResult:
-        """Train on this replica's share of the global batch, (m*b, S) int64 each; equal on its tp and pp ranks."""
+        """Train on this replica's share of the global batch, (m*b, S) int64 each; equal on its tp, pp and cp ranks."""
         ...
 
     def parts(self) -> Parts:

@@ -6,62 +6,76 @@ For parity checks and small models: everything ends on every rank, in main memor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hybridpar.comm.metered import meter
 from hybridpar.comm.process_group import ProcessMesh
-from hybridpar.mesh import Coordinate
 from hybridpar.parallel.clip import local_tensor
-from hybridpar.parallel.sharding import tensor_dim
+from hybridpar.parallel.layout import Layout, dense_name, dense_shapes
 from hybridpar.specs import RunSpec
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A box of the dense tensor `name`: where it begins, and what is in it."""
+
+    name: str
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+
+def pieces(run: RunSpec, mesh: ProcessMesh, held: Mapping[str, Tensor]) -> list[Piece]:
+    """Where this rank's tensors (parameters, or what has their shape) lie in the dense ones."""
+    layout, shapes = Layout(run, mesh.coordinate), dense_shapes(run)
+    found = []
+    for local_name, tensor in held.items():
+        name = dense_name(local_name, run)
+        offset = [span.start for span in layout.box(name, shapes[name])]
+        if isinstance(tensor, DTensor):  # FSDP2 shards what the model computes with once more
+            _, inner = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            offset = [outer + more for outer, more in zip(offset, inner, strict=True)]
+        found.append(Piece(name, tuple(offset), local_tensor(tensor.detach())))
+    return found
+
+
 def gather_dense(run: RunSpec, mesh: ProcessMesh, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put together what each rank holds: dp shards (DTensor), tp slices, pp stages. Collective.
+    """Put together what each rank holds. Collective.
 
     Raises:
-        RuntimeError: ranks that should hold the same tensor do not.
+        RuntimeError: ranks that should hold the same tensor do not, or nobody holds a part of one.
     """
-    pieces: dict[str, dict[tuple[int, int], Tensor]] = defaultdict(dict)
-    for coordinate, tensors in _from_all_ranks(mesh, held):
-        for (name, sharded), tensor in tensors.items():
-            tp = coordinate.tp if tensor_dim(name, run.model, run.strategy.tp) is not None else 0
-            dp = coordinate.dp if sharded else 0
-            _check_replica(name, tensor, pieces[name].setdefault((tp, dp), tensor))
-    return {name: _joined(found, tensor_dim(name, run.model, run.strategy.tp)) for name, found in pieces.items()}
-
-
-def _from_all_ranks(
-    mesh: ProcessMesh, held: Mapping[str, Tensor]
-) -> list[tuple[Coordinate, dict[tuple[str, bool], Tensor]]]:
-    """Of each rank its place and its tensors, by name and whether dp shards them."""
-    mine = {
-        (name, isinstance(tensor, DTensor)): local_tensor(tensor.detach()).cpu().clone()
-        for name, tensor in held.items()
-    }
-    received = [(mesh.coordinate, mine)] * mesh.grid.size
+    mine = [Piece(p.name, p.offset, p.tensor.cpu().clone()) for p in pieces(run, mesh, held)]
+    received = [mine] * mesh.grid.size
     with meter().paused():
-        dist.all_gather_object(received, (mesh.coordinate, mine))
-    return received
+        dist.all_gather_object(received, mine)
+    by_name: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
+    for piece in (piece for part in received for piece in part if piece.tensor.numel()):
+        _check_replica(piece, by_name[piece.name].setdefault(piece.offset, piece.tensor))
+    shapes = dense_shapes(run)
+    return {name: _joined(name, shapes[name], found.items()) for name, found in by_name.items()}
 
 
-def _check_replica(name: str, replica: Tensor, first: Tensor) -> None:
+def _check_replica(replica: Piece, first: Tensor) -> None:
     """Replicas do the same sums in the same order, so only kernels that are not deterministic set them apart."""
-    if replica is first or not first.numel():
+    if replica.tensor is first:
         return
-    drift = (replica - first).abs().max().item()
+    drift = (replica.tensor - first).abs().max().item()
     if not drift <= torch.finfo(first.dtype).eps ** 0.5 * first.abs().max().item():
-        raise RuntimeError(f"{name} differs between ranks that should hold the same, by {drift:.3g}")
+        raise RuntimeError(f"{replica.name} differs between ranks that should hold the same, by {drift:.3g}")
 
 
-def _joined(pieces: Mapping[tuple[int, int], Tensor], tensor_parallel_dim: int | None) -> Tensor:
-    """Pieces by (tp, dp): FSDP2 shards dim 0 in the order of dp, tensor parallelism its own dim in the order of tp."""
-    slices = [
-        torch.cat([pieces[key] for key in sorted(pieces) if key[0] == tp]) for tp in sorted({tp for tp, _ in pieces})
-    ]
-    return slices[0] if tensor_parallel_dim is None else torch.cat(slices, dim=tensor_parallel_dim)
+def _joined(name: str, shape: torch.Size, found: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
+    boxes = list(found)
+    dense = torch.empty(shape, dtype=boxes[0][1].dtype)
+    for offset, tensor in boxes:
+        dense[tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))] = tensor
+    if sum(tensor.numel() for _, tensor in boxes) != dense.numel():
+        raise RuntimeError(f"{name} is not held in full: its parts do not add up to its {dense.numel()} elements")
+    return dense

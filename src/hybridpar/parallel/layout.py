@@ -1,4 +1,4 @@
-"""Builds one rank's part of the model: pipeline stage, tensor shards, initial values.
+"""Builds one rank's part of the model: pipeline stages, tensor and expert shards, initial values.
 
 Everything here is local: no collective is called.
 """
@@ -14,8 +14,12 @@ from hybridpar.mesh import Coordinate
 from hybridpar.models.init import dense_parameter
 from hybridpar.models.lm import LanguageModel
 from hybridpar.models.precision import DTYPES
-from hybridpar.parallel.sharding import part, stage_layers, tensor_dim
+from hybridpar.parallel.sharding import held_box, layers_of_stage
 from hybridpar.specs import RunSpec
+
+# The head's own copy of a tied weight, where the stage with the embedding is another one.
+HEAD_COPY = "head.weight"
+_EMBEDDING = "embed.weight"
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,13 @@ class Layout:
     run: RunSpec
     coordinate: Coordinate
 
+    def box(self, name: str, shape: torch.Size) -> tuple[slice, ...]:
+        """This rank's part of the whole parameter `name` as its model computes with it, one slice a dim."""
+        return held_box(name, shape, self.run.model, self.run.strategy, self.coordinate)
+
     def shard(self, name: str, dense: Tensor) -> Tensor:
-        """This rank's tensor-parallel slice of the whole parameter `name`."""
-        strategy = self.run.strategy
-        dim = tensor_dim(name, self.run.model, strategy.tp)
-        if dim is None:
-            return dense
-        span = part(dense.shape[dim], strategy.tp, self.coordinate.tp)
-        return dense.narrow(dim, span.start, span.stop - span.start)
+        """This rank's slice of the whole parameter `name`."""
+        return dense[self.box(name, dense.shape)]
 
 
 def dense_shapes(run: RunSpec) -> dict[str, torch.Size]:
@@ -41,17 +44,22 @@ def dense_shapes(run: RunSpec) -> dict[str, torch.Size]:
         return {name: p.shape for name, p in LanguageModel(run.model).named_parameters()}
 
 
-def build_part(layout: Layout, device: torch.device) -> LanguageModel:
-    """This rank's stage of the model with its tensor-parallel shards, initialised as slices of the dense model."""
+def dense_name(name: str, run: RunSpec) -> str:
+    """The name in the one-device model of a parameter on a stage: a tied head is the embedding."""
+    return _EMBEDDING if name == HEAD_COPY and run.model.tied_embeddings else name
+
+
+def build_part(layout: Layout, device: torch.device, stage: int = 0) -> LanguageModel:
+    """One stage of the model with this rank's shards, initialised as slices of the dense model."""
     run = layout.run
     with torch.device("meta"):
         lm = LanguageModel(run.model)
-    _keep_stage(lm, run, layout.coordinate.pp)
+    _keep_stage(lm, run, stage)
     replaced: dict[int, nn.Parameter] = {}
     for module_name, module in lm.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
-            name = f"{module_name}.{leaf}"
-            if id(parameter) not in replaced:  # tied weights stay one tensor
+            name = dense_name(f"{module_name}.{leaf}", run)
+            if id(parameter) not in replaced:  # tied weights of one stage stay one tensor
                 dense = dense_parameter(name, parameter.shape, run.model, run.seed)
                 local = layout.shard(name, dense).to(device, DTYPES[run.workload.precision], copy=True)
                 replaced[id(parameter)] = nn.Parameter(local.contiguous())
@@ -60,8 +68,8 @@ def build_part(layout: Layout, device: torch.device) -> LanguageModel:
 
 
 def _keep_stage(lm: LanguageModel, run: RunSpec, stage: int) -> None:
-    stages = run.strategy.pp
-    kept = {str(layer) for layer in stage_layers(run.model.layers, stages, stage)}
+    stages = run.strategy.stages
+    kept = {str(layer) for layer in layers_of_stage(run.model, run.strategy, stage)}
     for layer in [key for key in lm.blocks if key not in kept]:
         del lm.blocks[layer]
     if stage > 0:

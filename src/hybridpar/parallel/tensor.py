@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from hybridpar.models.block import AttentionBlock, MambaBlock
 from hybridpar.models.lm import LanguageModel
-from hybridpar.models.mamba2 import Mamba2
+from hybridpar.models.mamba2 import Before, Mamba2
 from hybridpar.models.norm import statistics_dtype
 from hybridpar.parallel.collectives import TensorRegion, all_reduced
 
@@ -37,7 +37,7 @@ def split_tensor_parallel(lm: LanguageModel, region: TensorRegion, first_token: 
     for block in lm.blocks.values():
         if isinstance(block, AttentionBlock):
             block.attention.heads //= tp
-            block.attention.kv_heads //= tp
+            block.attention.kv_heads = max(1, block.attention.kv_heads // tp)  # too few are held by several ranks
             _bound(block.attention, region)
             _bound(block.mlp, region)
         if isinstance(block, MambaBlock):
@@ -49,7 +49,7 @@ def split_tensor_parallel(lm: LanguageModel, region: TensorRegion, first_token: 
 
 
 def _bound(module: nn.Module, region: TensorRegion) -> None:
-    module.register_forward_pre_hook(lambda _, args: (region.enter(args[0]),))
+    module.register_forward_pre_hook(lambda _, args: (region.enter(args[0]), *args[1:]))
     module.register_forward_hook(lambda _, args, out: region.leave(out))
 
 
@@ -63,7 +63,7 @@ def _split_mamba(mamba: Mamba2, region: TensorRegion, tp: int) -> None:
     mamba.forward = partial(_mamba_with_shared_norm, mamba, region)  # type: ignore[method-assign]
 
 
-def _mamba_with_shared_norm(mamba: Mamba2, region: TensorRegion, x: Tensor) -> Tensor:
+def _mamba_with_shared_norm(mamba: Mamba2, region: TensorRegion, x: Tensor, before: Before | None = None) -> Tensor:
     """A Mamba-2 layer whose one norm group spans the tp ranks, with a single all-reduce.
 
     The norm divides a token's channels by one number, which commutes with the output projection:
@@ -71,7 +71,7 @@ def _mamba_with_shared_norm(mamba: Mamba2, region: TensorRegion, x: Tensor) -> T
     together, as d + 1 columns, and the division comes after. Exact; one collective instead of two.
     """
     x = region.enter(x)
-    gated = mamba.norm.gate(mamba.mix(x), mamba.w_z(x))
+    gated = mamba.norm.gate(mamba.mix(x, before), mamba.w_z(x))
     projected = mamba.w_out(gated.to(x.dtype) * mamba.norm.weight)
     squares = mamba.norm.sum_of_squares(gated).flatten(-2)
     both = region.leave(torch.cat((projected.to(squares.dtype), squares), dim=-1))
