@@ -285,7 +285,9 @@ def report(
 
 @app.command()
 def parity(
-    family: Annotated[list[str] | None, typer.Option(help="transformer, mamba2, hybrid (may be repeated).")] = None,
+    family: Annotated[
+        list[str] | None, typer.Option(help="transformer, mamba2, hybrid, moe (may be repeated).")
+    ] = None,
     precision: Annotated[str, typer.Option(help="fp64 or fp32; DeepSpeed's layouts take fp32.")] = "fp64",
     engine: Annotated[str, typer.Option(help="torch or deepspeed.")] = "torch",
     devices: Annotated[int, typer.Option(min=1, help="Largest number of devices.")] = 4,
@@ -293,15 +295,21 @@ def parity(
 ) -> None:
     """Compare every layout with one device: losses, gradients, parameters. Exit code 3 where one differs."""
     from hybridpar.launch.forked import preload
-    from hybridpar.parity import MODELS, TOLERANCES, Parity, deepspeed_layouts, layouts_to_compare, torch_layouts
+    from hybridpar.parity import TOLERANCES, Parity
+    from hybridpar.parity_layouts import MODELS, deepspeed_layouts, layouts_to_compare, torch_layouts
 
     _must_be_one_of("--engine", [engine], ["torch", "deepspeed"])
     _must_be_one_of("--precision", [precision], TOLERANCES)
     _must_be_one_of("--family", family or [], MODELS)
-    layouts = (deepspeed_layouts if engine == "deepspeed" else torch_layouts)(devices)
+    layouts = deepspeed_layouts if engine == "deepspeed" else torch_layouts
     rows = []
     with _one_sentence_per_fault():
-        runs = layouts_to_compare(family or list(MODELS), precision=precision, layouts=layouts)
+        runs = [
+            run
+            for name in family or list(MODELS)
+            for run in layouts_to_compare([name], precision=precision, layouts=layouts(name, devices))
+        ]
+        runs.sort(key=lambda run: (run.model.family, run.strategy.devices))  # neighbours share a world of ranks
         preload(deepspeed=engine == "deepspeed")
         for number, found in enumerate(Parity().sweep(runs), start=1):
             rows.append(found.row())

@@ -3,10 +3,11 @@
 Every line holds `t` (unix seconds), `rank`, `kind` and the fields of its kind:
 
     start   pid, host, device
-    phase   name: join | build | warmup | train | leave
+    phase   name: join | build | warmup | train | prefill | decode | leave
     model   parameters: their number in the whole model (rank 0 only)
-    memory  parameters, gradients, optimizer, activations, buffers: peak bytes
-    step    step, loss, grad_norm, seconds, warmup
+    memory  parameters, gradients, optimizer, activations, buffers, host, cache: peak bytes
+    prefill seconds: from the prompts to the first token (phase decode only)
+    step    step, loss, grad_norm (null in inference), seconds, warmup
     comm    step, op, group, group_size, calls, bytes, wire_bytes, seconds, exposed_seconds (timed steps only)
     error   type, message, traceback
     end     nothing: the rank finished its work

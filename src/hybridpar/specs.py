@@ -200,10 +200,10 @@ class WorkloadSpec(_Frozen):
     """What is computed: the phase, its batch and its precision."""
 
     phase: Phase = Field("train", description="train, prefill or decode")
-    seq_len: Positive = Field(128, description="S, tokens per sequence")
-    global_batch: Positive = Field(8, description="B, sequences per optimizer step")
+    seq_len: Positive = Field(128, description="S, tokens per sequence (of a prompt, in inference)")
+    global_batch: Positive = Field(8, description="B, sequences per optimizer step (served at once, in inference)")
     micro_batch: Positive = Field(1, description="b, sequences per forward pass of one replica")
-    steps: Positive = Field(4, description="optimizer steps, warm-up included")
+    steps: Positive = Field(4, description="optimizer steps, prefills or decoded tokens, warm-up included")
     warmup_steps: NonNegative = Field(1, description="first steps left out of every timing")
     precision: Precision = Field("fp32", description="number format of parameters and compute")
     optimizer: Optimizer = Field("adamw", description="optimizer")
@@ -345,8 +345,8 @@ class RunSpec(_Frozen):
 
     @property
     def tokens_per_step(self) -> int:
-        """B*S, tokens in one optimizer step over all replicas."""
-        return self.workload.global_batch * self.workload.seq_len
+        """Tokens in one step over all replicas: B*S, or B where a step decodes one token a sequence."""
+        return self.workload.global_batch * (1 if self.workload.phase == "decode" else self.workload.seq_len)
 
 
 def _preset(field: str, name: Any, presets: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:

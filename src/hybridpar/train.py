@@ -77,10 +77,10 @@ def replica_batch(run: RunSpec, mesh: ProcessMesh, corpus: Corpus, step: int) ->
 def _timed_step(
     engine: Engine, tokens: torch.Tensor, targets: torch.Tensor, device: torch.device
 ) -> tuple[StepResult, float]:
-    _drain(device)
+    drain(device)
     start = time.perf_counter()
     result = engine.step(tokens, targets)
-    _drain(device)
+    drain(device)
     return result, time.perf_counter() - start
 
 
@@ -94,7 +94,8 @@ def _accounted_step(
     return result, seconds
 
 
-def _drain(device: torch.device) -> None:
+def drain(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

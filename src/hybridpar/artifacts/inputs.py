@@ -10,7 +10,7 @@ import pandas as pd
 from hybridpar.artifacts.artifact import Provenance
 
 SIZES = ("toy", "small", "medium", "large")
-MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "host")
+MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "host", "cache")
 
 # Besides the strategy, what two runs must share to be repeats of one another.
 _WORKLOAD = ("seq_len", "global_batch", "micro_batch", "precision")

@@ -60,6 +60,7 @@ CATEGORY_COLOURS: Mapping[str, Any] = {
     "activations": _PALETTE[4],
     "buffers": _PALETTE[7],
     "host": _PALETTE[3],
+    "cache": _PALETTE[5],
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 

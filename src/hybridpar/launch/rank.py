@@ -1,4 +1,4 @@
-"""What one rank of a training run does, however it was started; as a module, the entry of torchrun's workers:
+"""What one rank of a run does, however it was started; as a module, the entry of torchrun's workers:
 
 python -m torch.distributed.run ... -m hybridpar.launch.rank SPEC.json DIR DEVICE
 """
@@ -17,6 +17,7 @@ import torch
 from hybridpar import corpus
 from hybridpar.comm import process_group
 from hybridpar.events import EventWriter
+from hybridpar.infer import infer
 from hybridpar.launch.folder import RunFolder
 from hybridpar.launch.forked import die_with, leave_after, write_to_logs
 from hybridpar.specs import RunSpec, load_run_spec
@@ -27,7 +28,7 @@ _PATIENCE_S = 60.0
 
 
 def run_rank(run: RunSpec, rank: int, directory: Path, device: str, data: Path, join: Callable[[], None]) -> None:
-    """Join the world, train, leave; everything worth knowing goes into events-<rank>.jsonl.
+    """Join the world, train or infer, leave; everything worth knowing goes into events-<rank>.jsonl.
 
     Args:
         run: what to train.
@@ -44,7 +45,8 @@ def run_rank(run: RunSpec, rank: int, directory: Path, device: str, data: Path, 
             events.emit("phase", name="join")
             join()
             mesh = process_group.ProcessMesh.build(run.strategy)
-            train(run, mesh, corpus.Corpus.open(data), events.emit)
+            work = train if run.workload.phase == "train" else infer
+            work(run, mesh, corpus.Corpus.open(data), events.emit)
             events.emit("phase", name="leave")
             process_group.stop()
         except BaseException as error:

@@ -18,8 +18,8 @@ from hybridpar.measure.flops import FLOP_CONVENTION, model_flops_per_step
 from hybridpar.outcome import OUTCOMES, Outcome
 from hybridpar.specs import RunSpec
 
-SCHEMA = 1
-MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "host")
+SCHEMA = 2
+MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "host", "cache")
 _COMM_TOTALS = ("calls", "bytes", "wire_bytes", "seconds", "exposed_seconds")
 # Signals by which a process is ended from outside or by a fault of its own. SIGABRT is not among them: runtimes
 # raise it when they lose a peer.
@@ -206,6 +206,8 @@ def _frame(run: RunSpec, outcome: Outcome, testbed: str, attempt: int) -> dict[s
         "loss": None,
         "grad_norm": None,
         "step_time_s": None,
+        "ttft_s": None,
+        "tpot_s": None,
         "tokens_per_s": None,
         "mfu": None,
         "model_flops_per_step": None if infeasible else model_flops_per_step(run),
@@ -226,16 +228,33 @@ def _measurements(run: RunSpec, events: Sequence[Sequence[Event]], peak_flops_pe
     first = [event for event in events[0] if event["kind"] == "step"]
     times = _step_times(events)
     median = statistics.median(times)
+    phase, spread = run.workload.phase, _spread(times)
+    training = phase == "train"
     return {
-        "loss": [event["loss"] for event in first],
-        "grad_norm": [event["grad_norm"] for event in first],
-        "step_time_s": {"median": median, "min": min(times), "max": max(times), "n": len(times)},
+        "loss": [event["loss"] for event in first] if training else None,
+        "grad_norm": [event["grad_norm"] for event in first] if training else None,
+        "step_time_s": spread,
+        "ttft_s": _time_to_first_token(phase, spread, events),
+        "tpot_s": spread if phase == "decode" else None,
         "tokens_per_s": run.tokens_per_step / median,
         "mfu": model_flops_per_step(run) / (median * peak_flops_per_s),
         "parameters": next(event["parameters"] for event in events[0] if event["kind"] == "model"),
         "peak_bytes": _peak_bytes(events),
         "comm": _comm(events, len(times)),
     }
+
+
+def _spread(times: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(times), "min": min(times), "max": max(times), "n": len(times)}
+
+
+def _time_to_first_token(
+    phase: str, step: Mapping[str, float], events: Sequence[Sequence[Event]]
+) -> Mapping[str, float] | None:
+    """Of the slowest rank: every step of a prefill, the one prefill before decoding."""
+    if phase == "decode":
+        return _spread([max(event["seconds"] for event in _of_kind("prefill", events))])
+    return step if phase == "prefill" else None
 
 
 def _step_times(events: Sequence[Sequence[Event]]) -> list[float]:
@@ -290,9 +309,20 @@ def _of_kind(kind: str, events: Sequence[Sequence[Event]]) -> Iterable[Event]:
 _KEYS: frozenset[str] = frozenset(
     {
         *("schema", "run_id", "outcome", "reason", "evidence", "testbed", "tier", "model", "family", "strategy"),
-        *("engine", "world", "loss", "grad_norm", "step_time_s", "tokens_per_s", "mfu", "model_flops_per_step"),
-        *("flop_convention", "peak_flops_per_s", "parameters", "peak_bytes", "comm", "wall_s", "started_at"),
-        *("attempt", "repeat", "seed"),
+        *(
+            "engine",
+            "world",
+            "loss",
+            "grad_norm",
+            "step_time_s",
+            "ttft_s",
+            "tpot_s",
+            "tokens_per_s",
+            "mfu",
+            "model_flops_per_step",
+        ),
+        *("model_flops_per_step", "flop_convention", "peak_flops_per_s", "parameters", "peak_bytes", "comm"),
+        *("wall_s", "started_at", "attempt", "repeat", "seed"),
     }
 )
 

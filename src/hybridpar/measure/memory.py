@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class HeldBytes:
     """Peak bytes of one rank by category; the peaks need not coincide, so their sum is an upper bound. `host` is what
-    an offloading strategy keeps in main memory, beside the device."""
+    an offloading strategy keeps in main memory, beside the device; `cache` what generation keeps of tokens seen."""
 
     parameters: int
     gradients: int
@@ -40,6 +40,7 @@ class HeldBytes:
     activations: int
     buffers: int
     host: int
+    cache: int
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -128,6 +129,7 @@ class MemoryAccountant:
             activations=self._activations.peak,
             buffers=storage_bytes(self._after.buffers),
             host=storage_bytes(self._after.host),
+            cache=0,
         )
 
     def _pack(self, tensor: Tensor) -> _Saved | Tensor:

@@ -36,10 +36,18 @@ class LanguageModel(nn.Module):
 
         With caches, one a block, the tokens follow those that are in the caches, and join them.
         """
+        return self.logits(self.hidden_states(x, caches))
+
+    def hidden_states(self, x: Tensor, caches: Mapping[str, LayerCache] | None = None) -> Tensor:
+        """Everything before the final norm; see `forward`."""
         if self.embed is not None:
             x = self.embed(x)
         for key, block in self.blocks.items():
             x = block(x) if caches is None else block(x, caches[key])
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Hidden states (b, S, d) -> logits (b, S, V), or what can be done of it."""
         if self.norm is not None:
             x = self.norm(x)
         return x if self.head is None else self.head(x)

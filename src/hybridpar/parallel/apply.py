@@ -26,6 +26,7 @@ from hybridpar.parallel.context import Context, split_context
 from hybridpar.parallel.data import replicate
 from hybridpar.parallel.engine import Engine
 from hybridpar.parallel.experts import moe_layers, split_experts
+from hybridpar.parallel.generation import Generator
 from hybridpar.parallel.layout import Layout, build_part
 from hybridpar.parallel.pipeline import build_pipeline, holds_several_stages
 from hybridpar.parallel.recompute import recompute_blocks, recompute_selectively
@@ -71,6 +72,13 @@ def _build_torch(run: RunSpec, mesh: ProcessMesh) -> Engine:
                 stage.average_over = mesh.group("dp", "cp")
                 stage.averaged = [p for name, p in lm.named_parameters() if not replicas.is_apart(name)]
     return TorchEngine(run, mesh, replicas, modules, parameters, loss, pipeline, context)
+
+
+def build_generator(run: RunSpec, mesh: ProcessMesh) -> Generator:
+    """Lay the model of an inference run out over the ranks of `mesh`. Collective. The run must be legal."""
+    context = build_context(run, mesh)
+    lm = build_stage(run, mesh, context, Replicas.build(run, mesh).ep, mesh.coordinate.pp)
+    return Generator(run, mesh, lm, context)
 
 
 def build_context(run: RunSpec, mesh: ProcessMesh) -> Context | None:

@@ -27,6 +27,12 @@ from hybridpar.study import Cell, Study
 
 Row = dict[str, Any]
 
+_STRATEGY = (
+    *("dp", "tp", "pp", "cp", "ep", "zero", "zero_group", "sp", "cp_kind", "schedule", "virtual", "recompute"),
+    *("offload", "overlap"),
+)
+_WORKLOAD = ("phase", "seq_len", "global_batch", "micro_batch", "precision", "optimizer")
+
 
 def build(study: Study, runs_dir: Path, out_dir: Path) -> dict[str, int]:
     """Write the tables of a study.
@@ -96,10 +102,8 @@ def _run_row(study: str, cell: Cell, result: Mapping[str, Any], environment: Map
         "sweeps": ",".join(cell.sweeps),
         **{key: result[key] for key in ("testbed", "outcome", "reason", "model", "family", "strategy", "engine")},
         "world": strategy.devices,
-        **{axis: getattr(strategy, axis) for axis in ("dp", "tp", "pp", "cp", "ep", "zero", "sp", "schedule")},
-        "recompute": strategy.recompute,
-        "overlap": strategy.overlap,
-        **{key: getattr(workload, key) for key in ("seq_len", "global_batch", "micro_batch", "precision", "optimizer")},
+        **{key: getattr(strategy, key) for key in _STRATEGY},
+        **{key: getattr(workload, key) for key in _WORKLOAD},
         "seed": run.seed,
         "repeat": run.repeat,
         "device": environment["device"],
@@ -109,6 +113,7 @@ def _run_row(study: str, cell: Cell, result: Mapping[str, Any], environment: Map
         "parameters": result["parameters"],
         **{f"step_s_{key}": step.get(key) for key in ("median", "min", "max")},
         "timed_steps": step.get("n"),
+        **{key: (result[key] or {}).get("median") for key in ("ttft_s", "tpot_s")},
         **{key: result[key] for key in ("tokens_per_s", "mfu", "model_flops_per_step", "peak_flops_per_s")},
         "peak_bytes": (result["peak_bytes"] or {}).get("total"),
         "last_loss": result["loss"][-1] if result["loss"] else None,
@@ -128,7 +133,7 @@ def _rank_row(run: RunSpec, rank: int, diary: Sequence[Event]) -> Row:
     comm = [event for event in diary if event["kind"] == "comm"]
     held = [event for event in diary if event["kind"] == "memory"]
     by_category = {name: max((event[name] for event in held), default=None) for name in MEMORY_CATEGORIES}
-    totals = [sum(event[name] for name in MEMORY_CATEGORIES) for event in held]
+    totals = [sum(event[name] for name in MEMORY_CATEGORIES if name != "host") for event in held]
     return {
         "rank": rank,
         **asdict(RankGrid.of(run.strategy).coordinate(rank)),
