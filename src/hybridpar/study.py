@@ -6,6 +6,7 @@
       - name: single                                # which question the runs answer
         models: [llama-toy, {preset: mamba2-toy, layers: 2}]
         workload: {...}                             # over the defaults
+        workloads: [{seq_len: 64}, {seq_len: 256}]  # each of them over that, if given
         strategies: [{dp: 2}, {tp: 2, sp: true}]    # as written
         factorisations:                             # and every product of degrees, legal or not
           - {devices: [4, 8], axes: [dp, tp, pp], strategy: {zero: 1}}
@@ -19,6 +20,7 @@ falls on all cells alike.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +59,12 @@ class Factorisation(_Strict):
 
 
 class Sweep(_Strict):
-    """Models x strategies x repeats under one workload."""
+    """Models x workloads x strategies x repeats."""
 
     name: str = Field(description="label of the sweep", min_length=1)
     models: list[str | dict[str, Any]] = Field(description="presets, or model fields", min_length=1)
     workload: dict[str, Any] = Field(default={}, description="workload fields, over the defaults")
+    workloads: list[dict[str, Any]] = Field(default=[{}], description="each over workload", min_length=1)
     cluster: dict[str, Any] = Field(default={}, description="cluster fields, over the defaults")
     strategies: list[dict[str, Any]] = Field(default=[], description="strategies as written")
     factorisations: list[Factorisation] = Field(default=[], description="generated strategies")
@@ -153,10 +156,10 @@ def _expand(path: Path, study: StudyFile) -> Study:
 def _contents(study: StudyFile, sweep: Sweep) -> Iterator[dict[str, Any]]:
     for repeat in range(sweep.repeats):
         for model in sweep.models:
-            for strategy in _strategies(sweep):
+            for workload, strategy in itertools.product(sweep.workloads, _strategies(sweep)):
                 yield {
                     "model": {"preset": model} if isinstance(model, str) else model,
-                    "workload": {**study.defaults.workload, **sweep.workload},
+                    "workload": {**study.defaults.workload, **sweep.workload, **workload},
                     "strategy": strategy,
                     "cluster": {**study.defaults.cluster, **sweep.cluster},
                     "seed": sweep.seed,
