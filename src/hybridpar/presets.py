@@ -37,6 +37,15 @@ def _mamba2(layers: int, hidden: int, state: int, head_dim: int, chunk: int, voc
     }
 
 
+def _hybrid(attention: dict[str, Any], pattern: str, state: int, head_dim: int, chunk: int) -> dict[str, Any]:
+    mamba = {"ssm_state": state, "ssm_head_dim": head_dim, "ssm_chunk": chunk}
+    return {**attention, **mamba, "family": "hybrid", "pattern": pattern}
+
+
+def _moe(attention: dict[str, Any], experts: int, top_k: int) -> dict[str, Any]:
+    return {**attention, "family": "moe", "experts": experts, "top_k": top_k}
+
+
 _BYTES = 256
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -48,14 +57,15 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "mamba2-small": _mamba2(8, 128, 32, 32, 32, _BYTES, False),
     "mamba2-medium": _mamba2(16, 256, 32, 64, 64, _BYTES, False),
     "mamba2-large": _mamba2(32, 384, 64, 64, 64, _BYTES, False),
-    "hybrid-toy": {
-        **_llama(4, 64, 4, 2, 176, _BYTES, 1e4),
-        "family": "hybrid",
-        "pattern": "MA",
-        "ssm_state": 16,
-        "ssm_head_dim": 16,
-        "ssm_chunk": 16,
-    },
+    "hybrid-toy": _hybrid(_llama(4, 64, 4, 2, 176, _BYTES, 1e4), "MA", 16, 16, 16),
+    "hybrid-small": _hybrid(_llama(4, 128, 8, 4, 352, _BYTES, 1e4), "MA", 32, 32, 32),
+    "hybrid-medium": _hybrid(_llama(8, 256, 8, 4, 704, _BYTES, 1e4), "MMMA", 32, 64, 64),
+    "hybrid-large": _hybrid(_llama(16, 384, 12, 4, 1056, _BYTES, 1e4), "MMMA", 64, 64, 64),
+    # 8 experts of half a dense model's width, 2 to a token: as many FLOPs a token as the dense model of that name
+    "moe-toy": _moe(_llama(4, 64, 4, 2, 88, _BYTES, 1e4), 8, 2),
+    "moe-small": _moe(_llama(4, 128, 8, 4, 176, _BYTES, 1e4), 8, 2),
+    "moe-medium": _moe(_llama(8, 256, 8, 4, 352, _BYTES, 1e4), 8, 2),
+    "moe-large": _moe(_llama(16, 384, 12, 4, 528, _BYTES, 1e4), 8, 2),
     # Llama 3 herd of models, arXiv 2407.21783, table 3
     "llama-3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 5e5),
     "llama-3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 5e5),
