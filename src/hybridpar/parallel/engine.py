@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -50,4 +51,20 @@ class Engine(Protocol):
     def dense_gradients(self) -> dict[str, Tensor]:
         """Every gradient of the last step as the optimizer used it (clipped), whole; on every rank. Wants
         `keep_gradients` called before the step."""
+        ...
+
+
+class Resumable(Engine, Protocol):
+    """An engine whose state can be kept and taken up again."""
+
+    def save(self, folder: Path, step: int) -> Path:
+        """Write parameters and optimizer state after `step` steps as a checkpoint in `folder`, and tell which."""
+        ...
+
+    def load(self, path: Path) -> int:
+        """Go on from a checkpoint of any layout; the number of steps behind it.
+
+        Raises:
+            CheckpointError: it is not whole, or of another model, precision or optimizer.
+        """
         ...

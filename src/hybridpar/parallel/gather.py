@@ -34,15 +34,19 @@ class Piece:
 def pieces(run: RunSpec, mesh: ProcessMesh, held: Mapping[str, Tensor]) -> list[Piece]:
     """Where this rank's tensors (parameters, or what has their shape) lie in the dense ones."""
     layout, shapes = Layout(run, mesh.coordinate), dense_shapes(run)
-    found = []
-    for local_name, tensor in held.items():
-        name = dense_name(local_name, run)
-        offset = [span.start for span in layout.box(name, shapes[name])]
-        if isinstance(tensor, DTensor):  # FSDP2 shards what the model computes with once more
-            _, inner = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            offset = [outer + more for outer, more in zip(offset, inner, strict=True)]
-        found.append(Piece(name, tuple(offset), local_tensor(tensor.detach())))
-    return found
+    named = [(dense_name(local_name, run), tensor) for local_name, tensor in held.items()]
+    return [
+        Piece(name, _offset(layout.box(name, shapes[name]), tensor), local_tensor(tensor.detach()))
+        for name, tensor in named
+    ]
+
+
+def _offset(box: tuple[slice, ...], tensor: Tensor) -> tuple[int, ...]:
+    offset = [span.start for span in box]
+    if isinstance(tensor, DTensor):  # FSDP2 shards what the model computes with once more
+        _, inner = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        offset = [outer + more for outer, more in zip(offset, inner, strict=True)]
+    return tuple(offset)
 
 
 def gather_dense(run: RunSpec, mesh: ProcessMesh, held: Mapping[str, Tensor]) -> dict[str, Tensor]:

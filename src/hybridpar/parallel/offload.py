@@ -36,6 +36,12 @@ class HostOptimizer:
             local_tensor(parameter).copy_(copy)
             copy.grad = None
 
+    @torch.no_grad()
+    def copy_from_device(self) -> None:
+        """Parameters on the device were changed by somebody else."""
+        for parameter, copy in zip(self._device, self.copies, strict=True):
+            copy.copy_(local_tensor(parameter))
+
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Forget the gradients on the device."""
         for parameter in self._device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,22 @@ class Optimizers:
         found = {name: self._state_of(parameter) for name, parameter in self._parameters.items()}
         return {name: state for name, state in found.items() if state}
 
+    @torch.no_grad()
+    def prepare_state(self) -> None:
+        """Make the state that a first step would make, so that there is something to load into."""
+        for part in self._parts:
+            for parameter, state in _updated(part):
+                if self._run.workload.optimizer == "adamw" and not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def adopt_parameters(self) -> None:
+        """Parameters were changed from outside: copies that are kept of them follow."""
+        for part in self._parts:
+            if isinstance(part, HostOptimizer):
+                part.copy_from_device()
+
     def _build(
         self, parameters: Sequence[nn.Parameter], shard_over: torch.distributed.ProcessGroup | None
     ) -> torch.optim.Optimizer | HostOptimizer:
@@ -72,6 +88,14 @@ class Optimizers:
             elif parameter in (inner := _inner(part)).state:
                 return inner.state[parameter]
         return {}
+
+
+def _updated(optimizer: torch.optim.Optimizer | HostOptimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """What this rank updates, and the state it keeps of each."""
+    inner = optimizer.inner if isinstance(optimizer, HostOptimizer) else _inner(optimizer)
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            yield parameter, inner.state[parameter]
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridpar.comm.metered import meter
 from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.mesh import Axis
+from hybridpar.parallel import checkpoint
 from hybridpar.parallel.clip import Disjoint, global_norm, local_tensor, scale_to_norm
 from hybridpar.parallel.collectives import sum_in_place
 from hybridpar.parallel.context import Context
 from hybridpar.parallel.data import average_gradients, local_gradients
 from hybridpar.parallel.engine import Parts, StepResult
-from hybridpar.parallel.gather import gather_dense
-from hybridpar.parallel.layout import HEAD_COPY
+from hybridpar.parallel.gather import gather_dense, pieces
+from hybridpar.parallel.layout import HEAD_COPY, dense_shapes
 from hybridpar.parallel.optimizers import Optimizers
 from hybridpar.parallel.pipeline import Pipeline
 from hybridpar.parallel.replicas import Replicas
@@ -90,6 +92,45 @@ class TorchEngine:
         return gather_dense(
             self._run, self._mesh, {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         )
+
+    def save(self, folder: Path, step: int) -> Path:
+        """See `Engine.save`."""
+        return checkpoint.save(folder, self._run, self._mesh, self._shards(), step)
+
+    def load(self, path: Path) -> int:
+        """See `Engine.load`."""
+        self._optimizers.prepare_state()
+        step = checkpoint.load(path, self._run, self._shards())
+        if {_EMBEDDING, HEAD_COPY} <= set(self._parameters) and self._run.model.tied_embeddings:
+            self._follow_embedding()
+        self._optimizers.adopt_parameters()
+        return step
+
+    def _shards(self) -> dict[str, checkpoint.Shard]:
+        """What this rank holds of parameters and optimizer state, by dense name. Of a tied weight that lies here
+        twice the embedding speaks for both."""
+        places = dict(zip(self._parameters, pieces(self._run, self._mesh, self._parameters), strict=True))
+        shapes, states = dense_shapes(self._run), self._optimizers.state()
+        found: dict[str, checkpoint.Shard] = {}
+        for local_name, place in places.items():
+            values = {"parameter": place.tensor, **states.get(local_name, {})}
+            for kind, value in values.items():
+                tensor = local_tensor(value.detach())
+                whole = tensor.shape == place.tensor.shape and kind != "step"
+                offset, shape = (place.offset, shapes[place.name]) if whole else ((), tensor.shape)
+                if tensor.numel():
+                    found.setdefault(f"{kind}.{place.name}", checkpoint.Shard(tensor, offset, shape))
+        return found
+
+    @torch.no_grad()
+    def _follow_embedding(self) -> None:
+        """The head's copy takes over what was loaded for the embedding, state included."""
+        source, copy = self._parameters[_EMBEDDING], self._parameters[HEAD_COPY]
+        local_tensor(copy).copy_(local_tensor(source))
+        states = self._optimizers.state()
+        for kind, value in states.get(_EMBEDDING, {}).items():
+            if HEAD_COPY in states:
+                local_tensor(states[HEAD_COPY][kind]).copy_(local_tensor(value))
 
     def _forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Gradients of the mean loss over this rank's tokens; that loss (zero where it is not computed)."""
