@@ -101,8 +101,14 @@ def _result_line(result: dict[str, Any], out: Path) -> str:
     step = result["step_time_s"]
     return (
         f"ok: {name}: {step['median']:.4f} s a step (median of {step['n']}), "
-        f"{result['tokens_per_s']:.0f} tokens/s, last loss {result['loss'][-1]:.4f} ({out / 'result.json'})"
+        f"{result['tokens_per_s']:.0f} tokens/s{_end_of(result)} ({out / 'result.json'})"
     )
+
+
+def _end_of(result: dict[str, Any]) -> str:
+    if result["loss"]:
+        return f", last loss {result['loss'][-1]:.4f}"
+    return f", first token after {result['ttft_s']['median']:.4f} s"
 
 
 @app.command()

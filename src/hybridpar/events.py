@@ -8,6 +8,7 @@ Every line holds `t` (unix seconds), `rank`, `kind` and the fields of its kind:
     memory  parameters, gradients, optimizer, activations, buffers, host, cache: peak bytes
     prefill seconds: from the prompts to the first token (phase decode only)
     step    step, loss, grad_norm (null in inference), seconds, warmup
+    checkpoint  step, seconds: written after so many steps
     comm    step, op, group, group_size, calls, bytes, wire_bytes, seconds, exposed_seconds (timed steps only)
     error   type, message, traceback
     end     nothing: the rank finished its work

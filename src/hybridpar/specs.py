@@ -212,6 +212,10 @@ class WorkloadSpec(_Frozen):
     grad_clip: Annotated[float, Field(ge=0)] = Field(
         1.0, description="largest global gradient norm; 0 switches clipping off"
     )
+    checkpoint_every: NonNegative = Field(
+        0, description="optimizer steps between checkpoints in the run's folder, where a retry goes on; 0: none"
+    )
+    start_from: str = Field("", description="a checkpoint (a folder step-<N>) of the same model to start from")
     data: str = Field("shakespeare", description="corpus name, or a path to a UTF-8 text file")
 
     @model_validator(mode="after")

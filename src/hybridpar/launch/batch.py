@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar import corpus
+from hybridpar.checkpoints import CheckpointError, steps_done
 from hybridpar.events import read_all_events
 from hybridpar.launch import environment
 from hybridpar.launch.folder import InUseError, LaunchError, RunFolder, one_sentence
@@ -121,6 +122,16 @@ def _label(run: RunSpec) -> str:
     return f"{run.model.name} {run.strategy.label}" + (f" repeat {run.repeat}" if run.repeat else "")
 
 
+def _cannot_start_from(run: RunSpec) -> Outcome | None:
+    if not run.workload.start_from:
+        return None
+    try:
+        steps_done(Path(run.workload.start_from), run)
+    except CheckpointError as error:
+        return Outcome(kind="infeasible", reason=f"workload.start_from: {error}")
+    return None
+
+
 @dataclass
 class _Launcher:
     """What is made once for all runs of this process: warm imports and measured ceilings."""
@@ -170,7 +181,7 @@ class _Launcher:
             self._prepared(run)
         except corpus.CorpusError as error:
             return Outcome(kind="crash", reason=str(error))
-        return None
+        return _cannot_start_from(run)
 
     def _prepared(self, run: RunSpec) -> Path:
         name = run.workload.data

@@ -40,6 +40,11 @@ class RunFolder:
         """stdout, stderr and stacks of the ranks."""
         return self.path / "logs"
 
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints of the run, which outlast a try that failed."""
+        return self.path / "checkpoints"
+
     def events(self, rank: int) -> Path:
         """What one rank told."""
         return events_path(self.path, rank)

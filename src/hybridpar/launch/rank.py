@@ -45,8 +45,11 @@ def run_rank(run: RunSpec, rank: int, directory: Path, device: str, data: Path, 
             events.emit("phase", name="join")
             join()
             mesh = process_group.ProcessMesh.build(run.strategy)
-            work = train if run.workload.phase == "train" else infer
-            work(run, mesh, corpus.Corpus.open(data), events.emit)
+            text = corpus.Corpus.open(data)
+            if run.workload.phase == "train":
+                train(run, mesh, text, events.emit, RunFolder(directory).checkpoints)
+            else:
+                infer(run, mesh, text, events.emit)
             events.emit("phase", name="leave")
             process_group.stop()
         except BaseException as error:

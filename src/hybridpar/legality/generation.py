@@ -23,6 +23,10 @@ def _only_training(run: RunSpec) -> Iterator[Violation]:
     phase, strategy = run.workload.phase, run.strategy
     if phase == "train":
         return
+    for name in ("checkpoint_every", "start_from"):
+        value = getattr(run.workload, name)
+        if value:
+            yield Violation(f"workload.{name}", value, f"belongs to training, and workload.phase={phase}", "left out")
     for name, legal in _TRAINING_ONLY.items():
         value = getattr(strategy, name)
         if value not in legal:

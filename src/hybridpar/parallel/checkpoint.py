@@ -10,11 +10,9 @@ Nothing is unpickled but an index of shapes, and that by a reader that knows no 
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,18 +28,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
+from hybridpar.checkpoints import PREFIX, UNFINISHED, CheckpointError, PastStep, steps_done, sync, write_about
 from hybridpar.comm.metered import meter
 from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.specs import RunSpec
-
-_ABOUT = "checkpoint.json"
-_FORMAT = 1
-_PREFIX = "step-"
-_UNFINISHED = ".part"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used; one sentence."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,14 @@ class _LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].tensor
 
 
-def save(folder: Path, run: RunSpec, mesh: ProcessMesh, shards: Mapping[str, Shard], step: int) -> Path:
+def save(
+    folder: Path,
+    run: RunSpec,
+    mesh: ProcessMesh,
+    shards: Mapping[str, Shard],
+    step: int,
+    past: Sequence[PastStep],
+) -> Path:
     """Write the state after `step` optimizer steps. Collective.
 
     Args:
@@ -94,12 +91,13 @@ def save(folder: Path, run: RunSpec, mesh: ProcessMesh, shards: Mapping[str, Sha
         mesh: of the run.
         shards: what this rank holds, by dense name; replicas are written once.
         step: number of steps done.
+        past: those of them that this run took.
 
     Returns:
         The checkpoint, which is whole and on disk.
     """
-    final = folder / f"{_PREFIX}{step}"
-    unfinished = folder / f"{_PREFIX}{step}{_UNFINISHED}"
+    final = folder / f"{PREFIX}{step}"
+    unfinished = folder / f"{PREFIX}{step}{UNFINISHED}"
     with meter().paused():
         if mesh.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -107,10 +105,10 @@ def save(folder: Path, run: RunSpec, mesh: ProcessMesh, shards: Mapping[str, Sha
         dist.barrier()
         save_state(dict(shards), storage_writer=FileSystemWriter(unfinished), planner=_SavePlanner())
         if mesh.rank == 0:
-            _write(unfinished / _ABOUT, {"format": _FORMAT, "step": step, "run": run.model_dump(mode="json")})
+            write_about(unfinished, run, step, past)
             shutil.rmtree(final, ignore_errors=True)
             unfinished.rename(final)
-            _sync(folder)
+            sync(folder)
         dist.barrier()
     return final
 
@@ -132,60 +130,6 @@ def load(checkpoint: Path, run: RunSpec, shards: Mapping[str, Shard]) -> int:
         causes = sorted({_first_line(str(cause)) for cause in _causes(error)})
         raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {'; '.join(causes)}") from None
     return step
-
-
-def steps_done(checkpoint: Path, run: RunSpec) -> int:
-    """Number of optimizer steps behind a checkpoint, if `run` may start from it.
-
-    Raises:
-        CheckpointError: it is not a whole checkpoint, or one of another model, precision or optimizer.
-    """
-    about = _read_about(checkpoint)
-    then, now = about["run"], run.model_dump(mode="json")
-    kept = {"model": sorted(set(now["model"]) - {"name"}), "workload": ["optimizer", "precision"]}
-    for section, names in kept.items():
-        for name in names:
-            was, wanted = then.get(section, {}).get(name), now[section][name]
-            if was != wanted:
-                raise CheckpointError(
-                    f"{section}.{name}={wanted!r} does not fit checkpoint {checkpoint}, whose run had {was!r}"
-                )
-    return int(about["step"])
-
-
-def latest(folder: Path) -> Path | None:
-    """The last whole checkpoint in a run's folder of checkpoints; None if there is none."""
-    whole = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
-    return max(whole, key=lambda path: int(path.name.removeprefix(_PREFIX)), default=None)
-
-
-def _read_about(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / _ABOUT
-    try:
-        about = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint} is no checkpoint: {_ABOUT} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise CheckpointError(f"{checkpoint} is no checkpoint: {_ABOUT} is not JSON") from None
-    if not isinstance(about, dict) or about.get("format") != _FORMAT or not isinstance(about.get("run"), dict):
-        raise CheckpointError(f"{checkpoint} is no checkpoint of format {_FORMAT}")
-    return about
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _causes(error: CheckpointException) -> list[BaseException]:

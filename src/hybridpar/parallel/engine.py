@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+from hybridpar.checkpoints import PastStep
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class Resumable(Engine, Protocol):
     """An engine whose state can be kept and taken up again."""
 
-    def save(self, folder: Path, step: int) -> Path:
+    def save(self, folder: Path, step: int, past: Sequence[PastStep]) -> Path:
         """Write parameters and optimizer state after `step` steps as a checkpoint in `folder`, and tell which."""
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from hybridpar.checkpoints import PastStep
 from hybridpar.comm.metered import meter
 from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.mesh import Axis
@@ -93,12 +94,12 @@ class TorchEngine:
             self._run, self._mesh, {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         )
 
-    def save(self, folder: Path, step: int) -> Path:
-        """See `Engine.save`."""
-        return checkpoint.save(folder, self._run, self._mesh, self._shards(), step)
+    def save(self, folder: Path, step: int, past: Sequence[PastStep]) -> Path:
+        """See `Resumable.save`."""
+        return checkpoint.save(folder, self._run, self._mesh, self._shards(), step, past)
 
     def load(self, path: Path) -> int:
-        """See `Engine.load`."""
+        """See `Resumable.load`."""
         self._optimizers.prepare_state()
         step = checkpoint.load(path, self._run, self._shards())
         if {_EMBEDDING, HEAD_COPY} <= set(self._parameters) and self._run.model.tied_embeddings:
