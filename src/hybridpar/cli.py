@@ -291,35 +291,33 @@ def report(
 
 @app.command()
 def parity(
-    family: Annotated[
-        list[str] | None, typer.Option(help="transformer, mamba2, hybrid, moe (may be repeated).")
-    ] = None,
+    family: Annotated[list[str] | None, typer.Option(help="One of the four families (may be repeated).")] = None,
     precision: Annotated[str, typer.Option(help="fp64 or fp32; DeepSpeed's layouts take fp32.")] = "fp64",
     engine: Annotated[str, typer.Option(help="torch or deepspeed.")] = "torch",
+    phase: Annotated[str, typer.Option(help="train, or decode: prompts filled in and tokens decoded.")] = "train",
     devices: Annotated[int, typer.Option(min=1, help="Largest number of devices.")] = 4,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write all rows there as JSON.")] = None,
 ) -> None:
-    """Compare every layout with one device: losses, gradients, parameters. Exit code 3 where one differs."""
+    """Compare every layout with one device: losses, gradients, parameters; in decoding tokens and logits.
+
+    Exit code 3 where one differs.
+    """
     from hybridpar.launch.forked import preload
     from hybridpar.parity import TOLERANCES, Parity
-    from hybridpar.parity_layouts import MODELS, deepspeed_layouts, layouts_to_compare, torch_layouts
+    from hybridpar.parity_generation import compare_generation
+    from hybridpar.parity_layouts import MODELS, runs_to_compare
 
     _must_be_one_of("--engine", [engine], ["torch", "deepspeed"])
     _must_be_one_of("--precision", [precision], TOLERANCES)
+    _must_be_one_of("--phase", [phase], ["train", "decode"])
     _must_be_one_of("--family", family or [], MODELS)
-    layouts = deepspeed_layouts if engine == "deepspeed" else torch_layouts
-    rows = []
+    rows: list[dict[str, Any]] = []
     with _one_sentence_per_fault():
-        runs = [
-            run
-            for name in family or list(MODELS)
-            for run in layouts_to_compare([name], precision=precision, layouts=layouts(name, devices))
-        ]
-        runs.sort(key=lambda run: (run.model.family, run.strategy.devices))  # neighbours share a world of ranks
+        runs = runs_to_compare(family or list(MODELS), engine, phase, precision=precision, largest=devices)
         preload(deepspeed=engine == "deepspeed")
-        for number, found in enumerate(Parity().sweep(runs), start=1):
+        for found in Parity().sweep(runs) if phase == "train" else compare_generation(runs):
             rows.append(found.row())
-            typer.echo(f"{number}/{len(runs)} {_parity_line(rows[-1])}")
+            typer.echo(f"{len(rows)}/{len(runs)} {_parity_line(rows[-1])}")
         if out:
             _write_json(out, rows)
     counts = {
@@ -334,7 +332,7 @@ def _parity_line(row: dict[str, Any]) -> str:
     name = f"{row['family']} {row['layout']} {row['precision']}: {row['verdict']}"
     if row["reason"]:
         return f"{name}: {row['reason']}"
-    kinds = ("loss", "grad_norm", "gradient", "parameter")
+    kinds = [kind for kind in ("loss", "grad_norm", "gradient", "parameter", "logits") if kind in row]
     return f"{name} (largest relative deviations: {', '.join(f'{kind} {row[kind]:.1e}' for kind in kinds)})"
 
 

@@ -123,6 +123,21 @@ def deepspeed_layouts(family: str, largest: int = 8) -> list[Layout]:
     return [{"engine": "deepspeed", **layout} for layout in layouts if _devices(layout) <= largest]
 
 
+def runs_to_compare(
+    families: Iterable[str], engine: str, phase: str, *, precision: str = "fp64", largest: int = 8
+) -> list[RunSpec]:
+    """Everything an engine offers in a phase; neighbours have the same number of devices, to share a world of ranks."""
+    layouts = deepspeed_layouts if engine == "deepspeed" else torch_layouts
+    if phase == "decode":
+        layouts = generation_layouts
+    workload = {} if phase == "train" else {"phase": "decode", "steps": 6, "micro_batch": 2}
+    return [
+        parity_run(family, layout, precision=precision, workload=workload)
+        for family in families
+        for layout in sorted(layouts(family, largest), key=_devices)
+    ]
+
+
 def _devices(layout: Mapping[str, Any]) -> int:
     return Strategy.model_validate(layout).devices
 

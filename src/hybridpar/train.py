@@ -50,8 +50,8 @@ def train(run: RunSpec, mesh: ProcessMesh, corpus: Corpus, emit: Emit, checkpoin
     meter().drain()  # what building sent is no step's
     if mesh.rank == 0:
         emit("model", parameters=parameter_count(run.model))
-    for step in past:
-        emit("step", **asdict(step), warmup=True)
+    for earlier in past:
+        emit("step", **asdict(earlier), warmup=True)
     last = first - len(past) + run.workload.steps
     timed_from = min(first + run.workload.warmup_steps, last - 1)
     for step in range(first, last):

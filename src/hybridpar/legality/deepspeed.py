@@ -17,6 +17,10 @@ def _deepspeed(run: RunSpec) -> Iterator[Violation]:
         yield Violation("workload.precision", precision, "engine=deepspeed is compared in fp32 in this version", "fp32")
     if strategy.recompute != "none":
         yield Violation("strategy.recompute", strategy.recompute, "not available with engine=deepspeed", "none")
+    for name in ("checkpoint_every", "start_from"):
+        value = getattr(run.workload, name)
+        if value:
+            yield Violation(f"workload.{name}", value, "not available with engine=deepspeed", "left out")
     if strategy.offload != "none":
         yield Violation("strategy.offload", strategy.offload, "not available with engine=deepspeed", "none")
     if strategy.pp > 1 and strategy.zero == 0:
