@@ -21,8 +21,9 @@ def _deepspeed(run: RunSpec) -> Iterator[Violation]:
         value = getattr(run.workload, name)
         if value:
             yield Violation(f"workload.{name}", value, "not available with engine=deepspeed", "left out")
-    if strategy.offload != "none":
-        yield Violation("strategy.offload", strategy.offload, "not available with engine=deepspeed", "none")
+    if strategy.offload != "none" and (strategy.zero == 0 or strategy.pp > 1):
+        reason = "DeepSpeed offloads in its ZeRO-1 to 3 optimizers, and ignores the setting elsewhere"
+        yield Violation("strategy.offload", strategy.offload, reason, "none, or zero of 1 to 3 with pp=1")
     if strategy.pp > 1 and strategy.zero == 0:
         reason = "DeepSpeed's pipeline engine at ZeRO-0 clips each stage by its own norm, not by the global one"
         yield Violation("strategy.zero", strategy.zero, reason, "1, with dp of 2 or more")

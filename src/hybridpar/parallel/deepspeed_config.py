@@ -27,5 +27,15 @@ def deepspeed_config(run: RunSpec) -> dict[str, Any]:
         "wall_clock_breakdown": False,
     }
     if run.strategy.zero:
-        config["zero_optimization"] = {"stage": run.strategy.zero, "overlap_comm": run.strategy.overlap}
+        config["zero_optimization"] = {
+            "stage": run.strategy.zero,
+            "overlap_comm": run.strategy.overlap,
+            **_offload(run.strategy.offload),
+        }
     return config
+
+
+def _offload(offload: str) -> dict[str, Any]:
+    """What lives in host memory; parameters there take their optimizer with them."""
+    kinds = {"none": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}[offload]
+    return {f"offload_{kind}": {"device": "cpu"} for kind in kinds}
