@@ -12,7 +12,8 @@ import torch
 from hybridpar import parity
 from hybridpar.launch.forked import preload
 from hybridpar.parallel import torch_engine
-from hybridpar.parity import TOLERANCES, Parity, ParityReport, Trajectory, layouts_to_compare, tolerances
+from hybridpar.parity import TOLERANCES, Parity, ParityReport, Trajectory, tolerances
+from hybridpar.parity_layouts import parity_run
 from hybridpar.specs import RunSpec, WorkloadSpec
 
 
@@ -22,7 +23,7 @@ def _warm() -> None:
 
 
 def _run(family: str = "transformer", precision: str = "fp64", **strategy: Any) -> RunSpec:
-    return layouts_to_compare([family], precision=precision, layouts=[strategy])[0]
+    return parity_run(family, strategy, precision=precision)
 
 
 def _trajectory(**change: Any) -> Trajectory:
@@ -72,7 +73,7 @@ def test_the_worst_tensor_is_named() -> None:
 def test_an_illegal_layout_is_refused_with_its_reason_and_not_run() -> None:
     report = Parity().compare(_run(tp=3))
     assert report.verdict == "refused"
-    assert "does not divide model.kv_heads=4" in report.row()["reason"]
+    assert "does not divide model.heads=8" in report.row()["reason"]
 
 
 def test_a_sweep_keeps_its_order_and_tells_refused_from_equal() -> None:
@@ -86,15 +87,16 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     """A collective that somebody forgot."""
 
 
-def _norm_of_this_rank(parameters: Any, counted_elsewhere: Any, groups: Any, largest: float) -> float:
-    return _clip(parameters, counted_elsewhere, [], largest)
+def _norm_of_this_rank(kinds: Any, groups: Any, device: Any) -> float:
+    return _norm(kinds, [], device)
 
 
-def _norm_that_counts_replicas_twice(parameters: Any, counted_elsewhere: Any, groups: Any, largest: float) -> float:
-    return _clip(parameters, frozenset(), groups, largest)
+def _nobody(*_: Any) -> frozenset[str]:
+    """Every rank counts all it holds, what others hold too included."""
+    return frozenset()
 
 
-_clip = torch_engine.clip_gradients
+_norm = torch_engine.global_norm
 
 
 @pytest.mark.parametrize(
@@ -103,8 +105,9 @@ _clip = torch_engine.clip_gradients
         ("average_gradients", _do_nothing, "transformer", {"dp": 2, "overlap": False}),
         ("sum_in_place", _do_nothing, "mamba2", {"tp": 2}),
         ("sum_in_place", _do_nothing, "transformer", {"tp": 2, "sp": True}),
-        ("clip_gradients", _norm_of_this_rank, "transformer", {"pp": 2}),
-        ("clip_gradients", _norm_that_counts_replicas_twice, "transformer", {"tp": 2}),
+        ("sum_in_place", _do_nothing, "moe", {"tp": 2}),
+        ("global_norm", _norm_of_this_rank, "transformer", {"pp": 2}),
+        ("_counted_elsewhere", _nobody, "transformer", {"tp": 2}),
     ],
 )
 def test_a_broken_strategy_is_found(
