@@ -4,36 +4,43 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hybridpar.parallel.clip import clip_gradients
+from hybridpar.parallel.clip import Disjoint, global_norm, scale_to_norm
+
+_CPU = torch.device("cpu")
 
 
-def _parameters() -> dict[str, nn.Parameter]:
+def _gradients() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    parameters = {name: nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)) for name in "abc"}
-    for parameter in list(parameters.values())[:2]:
-        parameter.grad = torch.randn(3, 2, dtype=torch.float64, generator=generator)
-    return parameters
+    return [torch.randn(3, 2, dtype=torch.float64, generator=generator) for _ in range(3)]
 
 
 @pytest.mark.parametrize("largest", [0.5, 100.0])
 def test_one_rank_clips_as_torch_does(largest: float) -> None:
-    ours, theirs = _parameters(), _parameters()
-    expected = nn.utils.clip_grad_norm_(theirs.values(), largest).item()
-    assert clip_gradients(ours, frozenset(), [], largest) == pytest.approx(expected, rel=1e-12)
-    for name in "ab":
-        torch.testing.assert_close(ours[name].grad, theirs[name].grad, rtol=1e-12, atol=0)
+    ours, theirs = _gradients(), [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)) for _ in range(3)]
+    for parameter, grad in zip(theirs, _gradients(), strict=True):
+        parameter.grad = grad
+    expected = nn.utils.clip_grad_norm_(theirs, largest).item()
+    norm = global_norm([Disjoint(ours, [])], [], _CPU)
+    scale_to_norm(ours, norm, largest)
+    assert norm == pytest.approx(expected, rel=1e-12)
+    for mine, parameter in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=0)
 
 
-def test_zero_switches_clipping_off_and_still_reports_the_norm() -> None:
-    ours, untouched = _parameters(), _parameters()
-    assert clip_gradients(ours, frozenset(), [], 0.0) > 0.5
-    assert torch.equal(ours["a"].grad, untouched["a"].grad)
+def test_kinds_of_gradients_add_up() -> None:
+    whole = global_norm([Disjoint(_gradients(), [])], [], _CPU)
+    in_kinds = global_norm([Disjoint(_gradients()[:1], []), Disjoint(_gradients()[1:], [])], [], _CPU)
+    assert in_kinds == pytest.approx(whole, rel=1e-12)
 
 
-def test_a_gradient_counted_elsewhere_is_scaled_but_not_counted() -> None:
-    ours, alone = _parameters(), _parameters()
-    norm = clip_gradients(ours, frozenset("b"), [], 0.5)
-    assert norm == pytest.approx(alone["a"].grad.norm().item(), rel=1e-12)
-    torch.testing.assert_close(ours["b"].grad, alone["b"].grad * (0.5 / (norm + 1e-6)), rtol=1e-12, atol=0)
+def test_zero_switches_clipping_off() -> None:
+    ours = _gradients()
+    scale_to_norm(ours, 5.0, 0.0)
+    assert torch.equal(ours[0], _gradients()[0])
+
+
+def test_a_rank_without_gradients_has_a_norm_of_zero() -> None:
+    assert global_norm([Disjoint([], [])], [], _CPU) == 0.0
+    scale_to_norm([], 0.0, 0.5)
