@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridpar.legality.violation import Rule, Violation, divisors, those
+from hybridpar.legality.violation import Rule, Violation, divisors, those, up_to
 from hybridpar.specs import ModelSpec, RunSpec
 
 
@@ -24,7 +24,7 @@ def _tensor(run: RunSpec) -> Iterator[Violation]:
     if tp == 1:
         return
     if model.vocab < tp:
-        yield Violation("strategy.tp", tp, f"exceeds model.vocab={model.vocab}", f"1 to {model.vocab}")
+        yield Violation("strategy.tp", tp, f"exceeds model.vocab={model.vocab}", up_to(model.vocab))
     if set(model.layer_kinds) & set("AE"):
         yield from _attention(tp, model)
     if "M" in model.layer_kinds:

@@ -33,7 +33,7 @@ def _stages(run: RunSpec) -> Iterator[Violation]:
         reason = f"exceeds model.layers={model.layers}"
         if strategy.virtual > 1:
             reason = f"makes {stages} stages, which {reason}"
-        legal = f"1 to {model.layers}" if strategy.virtual == 1 else f"1 to {model.layers // strategy.pp}"
+        legal = up_to(model.layers) if strategy.virtual == 1 else up_to(model.layers // strategy.pp)
         yield Violation(f"strategy.{field}", value, reason, legal)
 
 
@@ -87,7 +87,8 @@ def _micro_batches(run: RunSpec) -> Iterator[Violation]:
     if count < needed:
         what = "pp" if strategy.schedule == "1f1b" else "2*pp"
         reason = f"{strategy.schedule} needs at least {what} micro-batches a replica, and there are {count}"
-        yield Violation("strategy.pp", strategy.pp, reason, f"1 to {max(1, count * strategy.pp // needed)}, {smaller}")
+        enough = up_to(count * strategy.pp // needed)
+        yield Violation("strategy.pp", strategy.pp, reason, f"{enough}, {smaller}")
     rounds = max(1, count // strategy.pp)
     if strategy.schedule in ("interleaved", "zero-bubble") and count % rounds:
         yield Violation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridpar.legality.violation import Rule, Violation, divisors
+from hybridpar.legality.violation import Rule, Violation, divisors, up_to
 from hybridpar.specs import RunSpec
 
 
@@ -58,7 +58,7 @@ def _experts(run: RunSpec) -> Iterator[Violation]:
         reason = f"spreads experts, and model.family={model.family} has none"
         yield Violation("strategy.ep", ep, reason, "1, or a model with experts")
     elif ep > model.experts:
-        yield Violation("strategy.ep", ep, f"exceeds model.experts={model.experts}", f"1 to {model.experts}")
+        yield Violation("strategy.ep", ep, f"exceeds model.experts={model.experts}", up_to(model.experts))
     if dp % ep:
         yield Violation("strategy.ep", ep, f"does not divide strategy.dp={dp}", divisors(dp))
 

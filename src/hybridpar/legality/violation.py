@@ -45,3 +45,8 @@ def divisors(n: int) -> str:
 def those(candidates: range, legal: Callable[[int], bool]) -> str:
     """The candidates that are legal, in words."""
     return ", ".join(str(n) for n in candidates if legal(n)) or "none"
+
+
+def up_to(largest: int) -> str:
+    """All whole numbers from 1, in words."""
+    return "1" if largest <= 1 else f"1 to {largest}"
