@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridpar.legality.violation import Rule, Violation, those
+from hybridpar.legality.violation import Rule, Violation, those, up_to
 from hybridpar.specs import RunSpec
 
 # Stages a device holds, by schedule; None: two or more.
