@@ -5,9 +5,20 @@ Keys as documented at DeepSpeed's configuration reference, version 0.19.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hybridpar.specs import RunSpec
+
+# AutoTP knows the layers of models in transformers by name; ours are named here.
+_SPLIT: Mapping[str, Any] = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.attention\.w[qkv]\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.mlp\.w_(gate|up)\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.(attention\.wo|mlp\.w_down)\.weight$"], "partition_type": "row"},
+    ],
+}
 
 # DeepSpeed prints its timers every so many steps; never is what we want.
 _NEVER = 10**9
@@ -32,6 +43,8 @@ def deepspeed_config(run: RunSpec) -> dict[str, Any]:
             "overlap_comm": run.strategy.overlap,
             **_offload(run.strategy.offload),
         }
+    if run.strategy.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": run.strategy.tp, "partition_config": _SPLIT}
     return config
 
 

@@ -1,4 +1,4 @@
-"""The second engine: DeepSpeed's ZeRO-0 to 3 over replicas, and its PipelineModule.
+"""The second engine: DeepSpeed's ZeRO-0 to 3 over replicas, its offload, AutoTP, Ulysses, MoE and PipelineModule.
 
 Same model, same initial parameters, same data, same optimizer as the torch engine; what differs is who moves the
 tensors. DeepSpeed frees gradients within its step, so what a check wants to see of them is taken just before the
@@ -7,7 +7,7 @@ update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,14 @@ from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.mesh import Coordinate
 from hybridpar.models.lm import LanguageModel
 from hybridpar.models.loss import next_token_loss
+from hybridpar.parallel.deepspeed_autotp import pieces_of_autotp, split_heads, tensor_groups
 from hybridpar.parallel.deepspeed_config import deepspeed_config
+from hybridpar.parallel.deepspeed_moe import deal_experts, parameter_groups, pieces_of_experts
+from hybridpar.parallel.deepspeed_pieces import Pieces
 from hybridpar.parallel.deepspeed_start import adopt_process_group, initialize
+from hybridpar.parallel.deepspeed_ulysses import loss_scale, sequence_groups, split_sequences
 from hybridpar.parallel.engine import Engine, Parts, StepResult
+from hybridpar.parallel.experts import moe_layers
 from hybridpar.parallel.layout import Layout, build_part
 from hybridpar.parallel.zero import build_optimizer
 from hybridpar.specs import RunSpec, Strategy
@@ -33,13 +38,30 @@ def build(run: RunSpec, mesh: ProcessMesh) -> Engine:
     """Lay `run` out with DeepSpeed. Collective."""
     adopt_process_group(mesh)
     lm = _dense_model(run, mesh)
+    for moe in moe_layers(lm):  # their load-balancing loss does not pass through the loss, which DeepSpeed divides
+        moe.balance_weight /= run.micro_batches
     if run.strategy.pp > 1:
         from hybridpar.parallel.deepspeed_pipeline import build_pipeline
 
         return build_pipeline(run, mesh, lm)
-    optimizer = build_optimizer(lm.parameters(), run.workload, None)
-    engine = initialize(model=lm, optimizer=optimizer, config=deepspeed_config(run))
-    return ReplicatedEngine(run, mesh, engine, dict(lm.named_parameters()))
+    options: dict[str, Any] = {}
+    if run.strategy.tp > 1:
+        split_heads(lm, run, mesh)
+        options["mpu"] = tensor_groups(run.strategy.tp)
+    if run.strategy.cp > 1:
+        split_sequences(lm, mesh.group("cp"))
+        options["mpu"] = sequence_groups(run.strategy.cp)
+    if run.strategy.ep > 1:
+        deal_experts(lm, run, mesh.coordinate.dp % run.strategy.ep)
+    optimizer = build_optimizer(parameter_groups(lm), run.workload, None)
+    engine = initialize(model=lm, optimizer=optimizer, config=deepspeed_config(run), **options)
+    return ReplicatedEngine(run, mesh, engine, dict(lm.named_parameters()), _pieces(lm, run, mesh))
+
+
+def _pieces(lm: LanguageModel, run: RunSpec, mesh: ProcessMesh) -> Pieces | None:
+    if run.strategy.tp > 1:
+        return pieces_of_autotp(lm, mesh.group("tp"))
+    return pieces_of_experts(lm, run.strategy.ep) if run.strategy.ep > 1 else None
 
 
 def _dense_model(run: RunSpec, mesh: ProcessMesh) -> LanguageModel:
@@ -51,8 +73,16 @@ def _dense_model(run: RunSpec, mesh: ProcessMesh) -> LanguageModel:
 class DeepSpeedEngine:
     """What both kinds share; `parameters` are this rank's, by dense name."""
 
-    def __init__(self, run: RunSpec, mesh: ProcessMesh, engine: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        run: RunSpec,
+        mesh: ProcessMesh,
+        engine: Any,
+        parameters: Mapping[str, nn.Parameter],
+        pieces: Pieces | None = None,
+    ) -> None:
         self._run, self._mesh, self._engine, self._parameters = run, mesh, engine, dict(parameters)
+        self._pieces = pieces
         self._gradients: dict[str, Tensor] = {}
         self._gradient_bytes = 0
         self._whole_norm = 0.0
@@ -84,7 +114,7 @@ class DeepSpeedEngine:
             meter().paused(),
             GatheredParameters(list(self._parameters.values()), enabled=self._run.strategy.zero == 3),
         ):
-            return self._over_stages({name: p.detach().clone() for name, p in self._parameters.items()})
+            return self._whole({name: p.detach().clone() for name, p in self._parameters.items()})
 
     def dense_gradients(self) -> dict[str, Tensor]:
         """See `Engine.dense_gradients`.
@@ -97,13 +127,12 @@ class DeepSpeedEngine:
         norm, largest = self._norm(), self._run.workload.grad_clip
         scale = largest / (norm + _EPSILON) if largest and norm > largest else 1.0
         with meter().paused():
-            return self._over_stages({name: grad * scale for name, grad in self._gradients.items()})
+            return self._whole({name: grad * scale for name, grad in self._gradients.items()})
 
     def _look_and_update(self, *arguments: Any, **options: Any) -> Any:
         self._gradient_bytes = sum(_bytes(t) for t in self._gradient_tensors())
         if self._run.strategy.zero == 0:
-            grads = [p.grad for p in self._parameters.values() if p.grad is not None]
-            self._whole_norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().item()
+            self._whole_norm = self._norm_of_gradients()
         if self._keeps_gradients:
             with meter().paused():
                 self._gradients = {name: self._whole_gradient(p) for name, p in self._parameters.items()}
@@ -134,25 +163,49 @@ class DeepSpeedEngine:
         """The global norm before clipping; DeepSpeed does not keep it at ZeRO-0, where every rank has all gradients."""
         return self._whole_norm if self._run.strategy.zero == 0 else float(self._engine.get_global_grad_norm())
 
-    def _over_stages(self, held: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.cpu() for name, tensor in held.items()}
+    def _norm_of_gradients(self) -> float:
+        grads = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        apart = frozenset(grads) & (self._pieces.names if self._pieces else frozenset())
+        squares = _squares(grad for name, grad in grads.items() if name not in apart)
+        if self._pieces:
+            with meter().paused():
+                in_pieces = _squares(grads[name] for name in apart)
+                dist.all_reduce(in_pieces, group=self._pieces.group)
+            squares = squares + in_pieces
+        return squares.sqrt().item()
+
+    def _whole(self, held: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What ranks hold of every parameter, put together, by dense name."""
+        whole = self._pieces.assemble(held) if self._pieces else held
+        return {name: tensor.cpu() for name, tensor in whole.items()}
 
 
 class ReplicatedEngine(DeepSpeedEngine):
     """ZeRO-0 to 3 over data replicas; see `hybridpar.parallel.engine.Engine`."""
 
+    def _own_tokens(self, sequences: Tensor) -> Tensor:
+        """(m*b, S) -> (m*b, S/cp)."""
+        return sequences.chunk(self._run.strategy.cp, dim=1)[self._mesh.coordinate.cp].contiguous()
+
     def step(self, tokens: Tensor, targets: Tensor) -> StepResult:
         """See `Engine.step`."""
         micro_batches = self._run.micro_batches
+        scale = loss_scale(self._run.strategy.zero, self._run.strategy.cp)
         total = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        tokens, targets = (self._own_tokens(t) for t in (tokens, targets))
         for inputs, outputs in zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
             loss = next_token_loss(self._engine(inputs), outputs)
-            self._engine.backward(loss)  # divides by the number of micro-batches
+            self._engine.backward(loss * scale)  # divides by the number of micro-batches
             self._engine.step()  # updates at the last of them
             total += loss.detach()
         with meter().paused():  # for the log, no part of the strategy
             dist.all_reduce(total)
-        return StepResult(total.item() / (micro_batches * self._run.strategy.dp), self._norm())
+        return StepResult(total.item() / (micro_batches * self._run.strategy.devices), self._norm())
+
+
+def _squares(tensors: Iterable[Tensor]) -> Tensor:
+    """Sum of the squares of all elements, a float64 scalar."""
+    return sum((t.double().square().sum() for t in tensors), torch.zeros((), dtype=torch.float64))
 
 
 def _held(parameter: nn.Parameter) -> Tensor:

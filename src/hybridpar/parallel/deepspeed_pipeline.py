@@ -69,7 +69,7 @@ class PipelinedEngine(DeepSpeedEngine):
         loss = self._engine.train_batch(data_iter=pairs)  # the mean over micro-batches and replicas
         return StepResult(float(loss), self._norm())
 
-    def _over_stages(self, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _whole(self, held: dict[str, Tensor]) -> dict[str, Tensor]:
         stages: list[dict[str, Tensor]] = [{}] * self._run.strategy.pp
-        dist.all_gather_object(stages, super()._over_stages(held), group=self._mesh.group("pp"))
+        dist.all_gather_object(stages, super()._whole(held), group=self._mesh.group("pp"))
         return {name: tensor for stage in stages for name, tensor in stage.items()}
