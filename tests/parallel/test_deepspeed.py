@@ -56,7 +56,7 @@ def _clipped_sgd(run: RunSpec) -> RunSpec:
     [
         ({"dp": 2, "pp": 2, "zero": 2}, "DeepSpeed's PipelineModule refuses ZeRO-2 and ZeRO-3"),
         ({"dp": 2, "pp": 2, "zero": 1, "schedule": "gpipe"}, "DeepSpeed's PipelineModule runs 1F1B"),
-        ({"dp": 2, "recompute": "full"}, "not available with engine=deepspeed"),
+        ({"dp": 2, "recompute": "selective"}, "engine=deepspeed recomputes whole blocks"),
     ],
 )
 def test_what_the_engine_does_not_do_is_refused_by_name(strategy: dict, sentence: str) -> None:

@@ -11,9 +11,19 @@ _INNER = ("tp", "pp", "cp", "ep")  # axes of which DeepSpeed combines each with 
 
 
 def _formats(run: RunSpec) -> Iterator[Violation]:
-    precision = run.workload.precision
-    if precision != "fp32":
-        yield Violation("workload.precision", precision, "engine=deepspeed is compared in fp32 in this version", "fp32")
+    precision, strategy = run.workload.precision, run.strategy
+    if precision == "fp32":
+        return
+    if precision != "bf16":
+        yield Violation("workload.precision", precision, "engine=deepspeed is compared in fp32 and bf16", "fp32, bf16")
+        return
+    if strategy.zero == 0:
+        reason = "DeepSpeed at ZeRO-0 adds up gradients of micro-batches in bf16"
+        yield Violation("workload.precision", precision, reason, "fp32, or zero of 1 to 3")
+    for axis in _INNER:
+        if getattr(strategy, axis) > 1:
+            reason = f"engine=deepspeed is compared in bf16 over dp alone, and {axis}={getattr(strategy, axis)}"
+            yield Violation("workload.precision", precision, reason, "fp32")
 
 
 def _storage(run: RunSpec) -> Iterator[Violation]:
@@ -22,8 +32,12 @@ def _storage(run: RunSpec) -> Iterator[Violation]:
         value = getattr(run.workload, name)
         if value:
             yield Violation(f"workload.{name}", value, "not available with engine=deepspeed", "left out")
-    if strategy.recompute != "none":
-        yield Violation("strategy.recompute", strategy.recompute, "not available with engine=deepspeed", "none")
+    if strategy.recompute == "selective":
+        reason = "engine=deepspeed recomputes whole blocks"
+        yield Violation("strategy.recompute", strategy.recompute, reason, "none, or full with pp=1")
+    if strategy.recompute == "full" and strategy.pp > 1:
+        reason = "not available with DeepSpeed's PipelineModule in this version"
+        yield Violation("strategy.recompute", strategy.recompute, reason, "none")
     if strategy.offload != "none" and (strategy.zero == 0 or strategy.pp > 1):
         reason = "DeepSpeed offloads in its ZeRO-1 to 3 optimizers, and ignores the setting elsewhere"
         yield Violation("strategy.offload", strategy.offload, reason, "none, or zero of 1 to 3 with pp=1")
@@ -89,9 +103,9 @@ def _pipeline(run: RunSpec) -> Iterator[Violation]:
     strategy = run.strategy
     if strategy.pp == 1:
         return
-    if strategy.zero == 0:
+    if strategy.zero == 0 and run.workload.grad_clip:
         reason = "DeepSpeed's pipeline engine at ZeRO-0 clips each stage by its own norm, not by the global one"
-        yield Violation("strategy.zero", strategy.zero, reason, "1, with dp of 2 or more")
+        yield Violation("strategy.zero", strategy.zero, reason, "1, with dp of 2 or more, or grad_clip=0")
     if strategy.zero > 1:
         yield Violation("strategy.zero", strategy.zero, "DeepSpeed's PipelineModule refuses ZeRO-2 and ZeRO-3", "0, 1")
     if strategy.schedule != "1f1b":

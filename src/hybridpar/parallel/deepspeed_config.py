@@ -43,6 +43,8 @@ def deepspeed_config(run: RunSpec) -> dict[str, Any]:
             "overlap_comm": run.strategy.overlap,
             **_offload(run.strategy.offload),
         }
+    if run.workload.precision == "bf16":
+        config["bf16"] = {"enabled": True}
     if run.strategy.tp > 1:
         config["tensor_parallel"] = {"autotp_size": run.strategy.tp, "partition_config": _SPLIT}
     return config

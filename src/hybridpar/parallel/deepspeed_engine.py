@@ -28,6 +28,7 @@ from hybridpar.parallel.deepspeed_ulysses import loss_scale, sequence_groups, sp
 from hybridpar.parallel.engine import Engine, Parts, StepResult
 from hybridpar.parallel.experts import moe_layers
 from hybridpar.parallel.layout import Layout, build_part
+from hybridpar.parallel.recompute import recompute_blocks
 from hybridpar.parallel.zero import build_optimizer
 from hybridpar.specs import RunSpec, Strategy
 
@@ -53,6 +54,8 @@ def build(run: RunSpec, mesh: ProcessMesh) -> Engine:
         options["mpu"] = sequence_groups(run.strategy.cp)
     if run.strategy.ep > 1:
         deal_experts(lm, run, mesh.coordinate.dp % run.strategy.ep)
+    if run.strategy.recompute == "full":
+        recompute_blocks(lm)
     optimizer = build_optimizer(parameter_groups(lm), run.workload, None)
     engine = initialize(model=lm, optimizer=optimizer, config=deepspeed_config(run), **options)
     return ReplicatedEngine(run, mesh, engine, dict(lm.named_parameters()), _pieces(lm, run, mesh))

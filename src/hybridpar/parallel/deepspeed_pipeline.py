@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
@@ -14,6 +14,7 @@ from hybridpar.models.lm import LanguageModel
 from hybridpar.models.loss import next_token_loss
 from hybridpar.parallel.deepspeed_config import deepspeed_config
 from hybridpar.parallel.deepspeed_engine import DeepSpeedEngine
+from hybridpar.parallel.deepspeed_pieces import Pieces
 from hybridpar.parallel.deepspeed_start import initialize
 from hybridpar.parallel.engine import Engine, StepResult
 from hybridpar.parallel.zero import build_optimizer
@@ -46,7 +47,7 @@ def build_pipeline(run: RunSpec, mesh: ProcessMesh, lm: LanguageModel) -> Engine
     optimizer = build_optimizer(module.parameters(), run.workload, None)
     engine = initialize(model=module, optimizer=optimizer, config=deepspeed_config(run))
     parameters = {_dense_name(name, run.model.layers): p for name, p in module.named_parameters()}
-    return PipelinedEngine(run, mesh, engine, parameters)
+    return PipelinedEngine(run, mesh, engine, parameters, _pieces(parameters, mesh.group("pp")))
 
 
 def _dense_name(name: str, layers: int) -> str:
@@ -69,7 +70,13 @@ class PipelinedEngine(DeepSpeedEngine):
         loss = self._engine.train_batch(data_iter=pairs)  # the mean over micro-batches and replicas
         return StepResult(float(loss), self._norm())
 
-    def _whole(self, held: dict[str, Tensor]) -> dict[str, Tensor]:
-        stages: list[dict[str, Tensor]] = [{}] * self._run.strategy.pp
-        dist.all_gather_object(stages, super()._whole(held), group=self._mesh.group("pp"))
+
+def _pieces(parameters: Iterable[str], group: dist.ProcessGroup) -> Pieces:
+    """All parameters of a stage are on it alone."""
+
+    def assemble(held: dict[str, Tensor]) -> dict[str, Tensor]:
+        stages: list[dict[str, Tensor]] = [{}] * group.size()
+        dist.all_gather_object(stages, {name: tensor.cpu() for name, tensor in held.items()}, group=group)
         return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+    return Pieces(group, frozenset(parameters), assemble)
