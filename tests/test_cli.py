@@ -37,7 +37,7 @@ def test_a_legal_spec_is_said_to_be_legal() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (("check", SPEC, "--set", "strategy.tp=4"), 3, "does not divide model.kv_heads=2; legal: 1, 2"),
+        (("check", SPEC, "--set", "strategy.tp=8"), 3, "does not divide model.heads=4; legal: 1, 2, 4"),
         (
             ("check", SPEC, "--set", "strategy.schedul=gpipe"),
             1,
@@ -62,10 +62,10 @@ def test_a_fault_is_one_sentence_with_its_exit_code(arguments: tuple[str, ...], 
 
 
 def test_an_illegal_run_is_a_folder_with_a_result(tmp_path: Path) -> None:
-    shown = _call("run", SPEC, "--set", "strategy.tp=4", "--out", str(tmp_path / "run"))
+    shown = _call("run", SPEC, "--set", "strategy.tp=8", "--out", str(tmp_path / "run"))
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (shown.exit_code, result["outcome"]) == (3, "infeasible")
-    assert "model.kv_heads=2" in result["reason"]
+    assert "model.heads=4" in result["reason"]
 
 
 def test_the_schema_is_json_or_a_list() -> None:

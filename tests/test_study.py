@@ -11,6 +11,7 @@ from textwrap import dedent
 import pytest
 
 from hybridpar.legality import infeasible_reason
+from hybridpar.parity_layouts import SCHEDULES
 from hybridpar.specs import SpecError
 from hybridpar.study import Study, batches, factorise, load_study
 
@@ -85,12 +86,13 @@ def test_the_factorisations_of_eight_over_three_axes_are_ten() -> None:
 def test_an_illegal_factorisation_stays_in_the_study(tmp_path: Path) -> None:
     study = _study(
         tmp_path,
-        "{name: x, sweeps: [{name: a, models: [llama-toy], factorisations: [{devices: [4], axes: [tp, pp]}]}]}",
+        "{name: x, sweeps: [{name: a, models: [llama-toy], factorisations: [{devices: [8], axes: [tp, pp]}]}]}",
     )
     assert {run.strategy.label: infeasible_reason(run) is None for run in study.runs} == {
-        "tp4": False,
-        "tp2-pp2-1f1b": True,
-        "pp4-1f1b": True,
+        "tp8": False,
+        "tp2-pp4-1f1b": True,
+        "tp4-pp2-1f1b": True,
+        "pp8-1f1b": False,
     }
 
 
@@ -181,14 +183,20 @@ def test_a_changed_cell_changes_the_digest_of_its_own_batches_alone(tmp_path: Pa
 
 def test_the_studies_that_come_along_hold_every_strategy_and_family_and_illegal_cells_on_purpose() -> None:
     smoke, study = (load_study(STUDIES / f"{name}.yaml") for name in ("smoke", "study"))
-    assert 40 <= len(smoke.cells) <= 60
+    assert 100 <= len(smoke.cells) <= 120
     for each in (smoke, study):
         runs = each.runs
-        assert {run.model.family for run in runs} >= {"transformer", "mamba2"}
+        assert {run.model.family for run in runs} == {"transformer", "mamba2", "hybrid", "moe"}
+        assert {run.workload.phase for run in runs} == {"train", "prefill", "decode"}
         assert {(run.strategy.engine, run.strategy.zero) for run in runs if run.strategy.pp == 1} >= {
             (engine, zero) for engine in ("torch", "deepspeed") for zero in range(4)
         }
-        assert {run.strategy.schedule for run in runs if run.strategy.pp > 1} == {"1f1b", "gpipe"}
+        assert {run.strategy.schedule for run in runs if run.strategy.pp > 1} == set(SCHEDULES)
+        assert {run.strategy.cp_kind for run in runs if run.strategy.cp > 1} == {"ring", "ulysses"}
+        assert {run.strategy.recompute for run in runs} == {"none", "selective", "full"}
+        assert {run.strategy.offload for run in runs} == {"none", "optimizer", "parameters"}
+        assert any(run.strategy.ep > 1 for run in runs)
+        assert any(run.strategy.zero_group for run in runs)
         assert any(run.strategy.engine == "deepspeed" and run.strategy.pp > 1 for run in runs)
         assert any(run.strategy.sp for run in runs)
         assert any(min(run.strategy.dp, run.strategy.tp, run.strategy.pp) > 1 for run in runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def _train(run: RunSpec, rank: int, losses: list[float], monkeypatch: pytest.Mon
     engine, told = _Engine(losses), []
     monkeypatch.setattr(train, "build_engine", lambda run, mesh: engine)
     mesh = _Mesh(RankGrid.of(run.strategy), rank, torch.device("cpu"))
-    train.train(run, mesh, _Corpus(), lambda kind, **fields: told.append({"kind": kind, **fields}))
+    train.train(run, mesh, _Corpus(), lambda kind, **fields: told.append({"kind": kind, **fields}), Path("nowhere"))
     return engine, told
 
 

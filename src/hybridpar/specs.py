@@ -118,6 +118,15 @@ class ModelSpec(_Frozen):
         ]
         if set(self.pattern) - set(KINDS):
             faults.append(f"model.pattern={self.pattern!r} may hold only the letters {', '.join(KINDS)}")
+        elif not _belongs(self.pattern, self.family):
+            faults.append(
+                f"model.pattern={self.pattern!r} is no model.family={self.family}; legal: {_PATTERNS[self.family]}"
+            )
+        faults += [
+            f"model.{name}={getattr(self, name)} is not used by model.pattern={self.pattern!r}; legal: 0"
+            for name in _unused_dimensions(self)
+            if getattr(self, name)
+        ]
         if self.pattern and self.layers % len(self.pattern):
             faults.append(
                 f"model.layers={self.layers} is not a multiple of the length of "
@@ -162,11 +171,41 @@ class ModelSpec(_Frozen):
         return self.pattern * (self.layers // len(self.pattern))
 
 
+_PATTERNS: Mapping[str, str] = {
+    "transformer": "A alone",
+    "mamba2": "M alone",
+    "hybrid": "M with A, E or both",
+    "moe": "E, or E with A",
+}
+# Dimensions of the kinds of layers, by the letters that use them: first those that must be there.
+_DIMENSIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "AE": (("heads", "kv_heads", "head_dim", "ffn_hidden"), ()),
+    "M": (("ssm_state", "ssm_head_dim", "ssm_groups", "ssm_expand", "ssm_conv", "ssm_chunk"), ()),
+    "E": (("experts", "top_k"), ("shared_experts", "capacity_factor", "aux_loss")),
+}
+
+
+def _belongs(pattern: str, family: str) -> bool:
+    kinds = set(pattern)
+    match family:
+        case "transformer":
+            return kinds == {"A"}
+        case "mamba2":
+            return kinds == {"M"}
+        case "moe":
+            return "E" in kinds and "M" not in kinds
+        case _:
+            return "M" in kinds and len(kinds) > 1
+
+
 def _required_dimensions(model: ModelSpec) -> tuple[str, ...]:
-    attention = ("heads", "kv_heads", "head_dim", "ffn_hidden") if set(model.pattern) & set("AE") else ()
-    mamba = ("ssm_state", "ssm_head_dim", "ssm_groups", "ssm_expand", "ssm_conv", "ssm_chunk")
-    experts = ("experts", "top_k") if "E" in model.pattern else ()
-    return attention + (mamba if "M" in model.pattern else ()) + experts
+    groups = (needed for letters, (needed, _) in _DIMENSIONS.items() if set(letters) & set(model.pattern))
+    return tuple(name for group in groups for name in group)
+
+
+def _unused_dimensions(model: ModelSpec) -> tuple[str, ...]:
+    groups = (needed + more for letters, (needed, more) in _DIMENSIONS.items() if not set(letters) & set(model.pattern))
+    return tuple(name for group in groups for name in group)
 
 
 def _with_model_defaults(given: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,18 @@ from tests.launch.processes import lives, wait_for
 WithFault = Callable[[Fault], None]
 CONTRACT_KEYS = {
     *("schema", "run_id", "outcome", "reason", "evidence", "testbed", "tier", "model", "family", "strategy", "engine"),
-    *("world", "loss", "grad_norm", "step_time_s", "tokens_per_s", "mfu", "model_flops_per_step", "flop_convention"),
+    *(
+        "world",
+        "loss",
+        "grad_norm",
+        "step_time_s",
+        "ttft_s",
+        "tpot_s",
+        "tokens_per_s",
+        "mfu",
+        "model_flops_per_step",
+        "flop_convention",
+    ),
     *("peak_flops_per_s", "parameters", "peak_bytes", "comm", "wall_s", "started_at", "attempt", "repeat", "seed"),
 }
 

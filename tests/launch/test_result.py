@@ -102,7 +102,7 @@ def test_leaving_early_with_code_zero_is_no_success() -> None:
 
 
 def _finished() -> dict[str, Any]:
-    memory = {"gradients": 10, "optimizer": 20, "activations": 5, "buffers": 0}
+    memory = {"gradients": 10, "optimizer": 20, "activations": 5, "buffers": 0, "host": 7, "cache": 0}
     first = [
         _event("phase", 1.0, name="build"),
         _event("model", parameters=1000),
@@ -134,7 +134,15 @@ def test_step_time_is_of_the_slowest_rank_without_warm_up() -> None:
 def test_memory_is_of_the_fullest_rank() -> None:
     peak = _finished()["peak_bytes"]
     total = peak.pop("total")
-    assert peak == {"parameters": 30, "gradients": 10, "optimizer": 20, "activations": 5, "buffers": 0}
+    assert peak == {
+        "parameters": 30,
+        "gradients": 10,
+        "optimizer": 20,
+        "activations": 5,
+        "buffers": 0,
+        "host": 7,
+        "cache": 0,
+    }
     assert total == 46, "of rank 1, not the sum of the maxima"
 
 

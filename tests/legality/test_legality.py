@@ -25,7 +25,7 @@ def _run(preset: str = "llama-toy", workload: dict | None = None, model: dict | 
         ({"cp": 3}, "workload.seq_len=128: does not split into 6 equal pieces (two to each cp rank"),
         ({"ep": 2}, "strategy.ep=2: spreads experts, and model.family=transformer has none"),
         ({"dp": 2, "pp": 4, "zero": 3, "engine": "deepspeed"}, "DeepSpeed's PipelineModule refuses ZeRO-2 and ZeRO-3"),
-        ({"engine": "deepspeed", "tp": 2}, "strategy.tp=2: engine=deepspeed is offered for dp and pp"),
+        ({"engine": "deepspeed", "tp": 2, "sp": True}, "strategy.sp=true: AutoTP keeps activations whole"),
     ],
 )
 def test_a_violation_names_field_value_reason_and_legal_values(strategy: dict, sentence: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from hybridpar.comm.process_group import ProcessMesh, start, stop
 from hybridpar.launch.forked import fork_ranks, values
-from hybridpar.parity import layouts_to_compare
+from hybridpar.parity_layouts import layouts_to_compare
 from hybridpar.specs import RunSpec, Strategy
 
 

@@ -20,7 +20,7 @@ STUDY = {
     "defaults": {"workload": {"seq_len": 16, "global_batch": 4, "steps": 3}, "cluster": {"preset": "local-cpu"}},
     "sweeps": [
         {"name": "good", "models": ["llama-toy"], "strategies": [{}, {"tp": 2, "pp": 2}]},
-        {"name": "bad", "models": ["llama-toy"], "strategies": [{"tp": 4}, {"dp": 2}]},
+        {"name": "bad", "models": ["llama-toy"], "strategies": [{"tp": 8}, {"dp": 2}]},
     ],
 }
 
@@ -60,7 +60,7 @@ def _diary(folder: Path, run: RunSpec, rank: int, *, crashed: bool) -> list[Even
             writer.emit("error", type="RuntimeError", message="a fault", traceback="a fault")
             return _read(folder, rank)
         writer.emit("model", parameters=1000)
-        held = {"gradients": 10, "optimizer": 20, "activations": 5, "buffers": 0}
+        held = {"gradients": 10, "optimizer": 20, "activations": 5, "buffers": 0, "host": 7, "cache": 0}
         writer.emit("memory", parameters=100 + rank, **held)
         for step in range(run.workload.steps):
             warmup = step < run.workload.warmup_steps

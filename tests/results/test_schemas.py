@@ -41,7 +41,7 @@ def test_no_row_is_a_table_too() -> None:
         ({"warmup": 1}, "run aa: warmup=1"),
         ({"seconds": "3"}, "run aa: seconds='3'"),
         ({"seconds": float("nan")}, "run aa: seconds=nan"),
-        ({"loss": None}, "run aa: loss=None is not legal; legal: float64"),
+        ({"loss": "low"}, "run aa: loss='low' is not legal; legal: float64, or nothing"),
         ({"run_id": 3}, "run_id=3 is not legal; legal: str"),
         ({"tier": "guess"}, "Column 'tier'.*guess"),
         ({"seconds": -1.0}, "Column 'seconds'.*-1"),

@@ -33,10 +33,10 @@ def test_every_cell_is_a_row_with_outcome_and_reason(tmp_path: Path, study: Stud
     assert runs["outcome"].to_dict() == {
         "one-device": "ok",
         "tp2-pp2-1f1b": "ok",
-        "tp4": "infeasible",
+        "tp8": "infeasible",
         "dp2": "crash",
     }
-    assert "kv_heads=2" in runs.loc["tp4", "reason"]
+    assert "heads=4" in runs.loc["tp8", "reason"]
     assert "RuntimeError: a fault" in runs.loc["dp2", "reason"]
     assert (runs.loc[["one-device", "tp2-pp2-1f1b"], "reason"] == "").all()
 
@@ -57,7 +57,7 @@ def test_each_table_has_one_row_for_what_it_is_about(tmp_path: Path, study: Stud
         "ranks": 1 + 4,
         "steps": 2 * 3,
         "collectives": 1,
-        "memory": 2 * 6,
+        "memory": 2 * 8,
     }
 
 
@@ -81,7 +81,7 @@ def test_a_step_lasts_as_long_as_its_slowest_rank(tmp_path: Path, study: Study) 
 
 def test_the_sweeps_that_name_a_run_are_told(tmp_path: Path, study: Study) -> None:
     runs = _built(tmp_path, study)["runs"].set_index("strategy")
-    assert runs["sweeps"].to_dict() == {"one-device": "good", "tp2-pp2-1f1b": "good", "tp4": "bad", "dp2": "bad"}
+    assert runs["sweeps"].to_dict() == {"one-device": "good", "tp2-pp2-1f1b": "good", "tp8": "bad", "dp2": "bad"}
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"schema": 1}'])
