@@ -70,6 +70,17 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama-3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 5e5),
     "llama-3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 5e5),
     "llama-3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 5e5),
+    # GPT-3's depth, width and heads (arXiv 2005.14165, table 2.1) in the blocks of Llama: 8/3 of the width in a SwiGLU
+    # MLP hold as many weights as 4 in GPT-3's; vocabulary padded as in arXiv 2104.04473
+    "gpt3-175b-like": {**_llama(96, 12288, 96, 96, 32768, 51200, 1e4), "tied_embeddings": True},
+    # Mixtral of experts, arXiv 2401.04088, table 1
+    "mixtral-8x7b": _moe(_llama(32, 4096, 32, 8, 14336, 32000, 1e6), 8, 2),
+    # One attention block in eight, as in Jamba (arXiv 2403.19887); widths of Llama 3 8B, state and groups of the 8B
+    # models of arXiv 2406.07887, table 1
+    "jamba-8b-like": {
+        **_hybrid(_llama(56, 4096, 32, 8, 14336, 128256, 5e5), "MMMMMMMA", 128, 64, 256),
+        "ssm_groups": 8,
+    },
     # state-spaces/mamba2-2.7b; vocabulary padded to a multiple of 16 as there
     "mamba2-2.7b": _mamba2(64, 2560, 128, 64, 256, 50288, True),
 }

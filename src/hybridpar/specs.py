@@ -107,6 +107,9 @@ class ModelSpec(_Frozen):
         preset = filled.pop("preset", None)
         if preset is not None:
             filled = {**_preset("model.preset", preset, MODELS), "name": preset, **filled}
+        hf_config = filled.pop("hf_config", None)
+        if hf_config is not None:
+            filled = {**_from_hugging_face(hf_config), **filled}
         return _with_model_defaults(filled)
 
     @model_validator(mode="after")
@@ -196,6 +199,15 @@ def _belongs(pattern: str, family: str) -> bool:
             return "E" in kinds and "M" not in kinds
         case _:
             return "M" in kinds and len(kinds) > 1
+
+
+def _from_hugging_face(path: Any) -> dict[str, Any]:
+    from hybridpar.hf_config import load_hf_config  # which needs SpecError from here
+
+    if not isinstance(path, str) or not path:
+        raise SpecError([f"model.hf_config={path!r} is not legal; legal: a config.json, or a folder that holds one"])
+    place = Path(path)
+    return {"name": place.parent.name if place.name == "config.json" else place.stem, **load_hf_config(place)}
 
 
 def _required_dimensions(model: ModelSpec) -> tuple[str, ...]:
@@ -526,6 +538,7 @@ def _fields_at(root: type[BaseModel], location: Sequence[str]) -> list[str]:
     if model is None:
         return []
     presets = ["preset"] if model in (ModelSpec, ClusterSpec) else []
+    presets += ["hf_config"] if model is ModelSpec else []
     return presets + list(model.model_fields)
 
 

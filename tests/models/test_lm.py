@@ -11,8 +11,11 @@ from hybridpar.models.init import initialise
 from hybridpar.models.lm import LanguageModel
 from hybridpar.models.loss import next_token_loss
 from hybridpar.specs import ModelSpec
+from hybridpar.train import parameter_count
 
-FAMILIES = ["llama-toy", "mamba2-toy", "hybrid-toy"]
+WITHOUT_EXPERTS = ["llama-toy", "mamba2-toy", "hybrid-toy"]
+# Experts add up in an order that every token has a part in, and their balance is a loss beside the one returned.
+FAMILIES = [*WITHOUT_EXPERTS, "moe-toy"]
 
 
 def _spec(preset: str, **fields: object) -> ModelSpec:
@@ -29,7 +32,7 @@ def _tokens(spec: ModelSpec, *shape: int) -> torch.Tensor:
     return torch.randint(spec.vocab, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("preset", FAMILIES)
+@pytest.mark.parametrize("preset", WITHOUT_EXPERTS)
 @pytest.mark.parametrize("changed", [0, 15, 16, 36])
 def test_a_later_token_changes_no_earlier_logit(preset: str, changed: int) -> None:
     spec = _spec(preset)
@@ -57,12 +60,16 @@ def test_sequences_of_a_batch_do_not_see_each_other(preset: str) -> None:
         ("llama-3-70b", 70_553_706_496),
         ("llama-3-405b", 405_853_388_800),
         ("mamba2-2.7b", 2_702_599_680),
+        ("mixtral-8x7b", 46_702_792_704),
     ],
 )
 def test_public_models_have_their_published_number_of_parameters(preset: str, published: int) -> None:
-    with torch.device("meta"):
-        model = LanguageModel(ModelSpec.model_validate({"preset": preset}))
-    assert sum(p.numel() for p in model.parameters()) == published
+    assert parameter_count(ModelSpec.model_validate({"preset": preset})) == published
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("gpt3-175b-like", 175), ("jamba-8b-like", 8)])
+def test_a_model_named_by_its_size_has_about_that_size(preset: str, billions: float) -> None:
+    assert parameter_count(ModelSpec.model_validate({"preset": preset})) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 @pytest.mark.parametrize("preset", FAMILIES)
@@ -111,7 +118,7 @@ def test_it_learns_one_batch_by_heart(preset: str) -> None:
     assert losses[-1] < 0.1
 
 
-@pytest.mark.parametrize("preset", FAMILIES)
+@pytest.mark.parametrize("preset", WITHOUT_EXPERTS)
 def test_gradients_are_the_slopes_of_the_loss(preset: str) -> None:
     spec = _spec(preset)
     model, tokens = _model(spec).double(), _tokens(spec, 1, 19)
