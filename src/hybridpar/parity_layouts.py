@@ -142,18 +142,6 @@ def _devices(layout: Mapping[str, Any]) -> int:
     return Strategy.model_validate(layout).devices
 
 
-def layouts_to_compare(
-    families: Iterable[str], *, precision: str = "fp64", largest: int = 8, layouts: Iterable[Mapping[str, Any]] = ()
-) -> list[RunSpec]:
-    """Run specs of the sweep: the given layouts (by default all of torch) for each family; AdamW in fp64, else SGD."""
-    given = list(layouts)
-    return [
-        parity_run(family, layout, precision=precision)
-        for family in families
-        for layout in (given or torch_layouts(family, largest))
-    ]
-
-
 def parity_run(
     family: str,
     layout: Mapping[str, Any],

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from hybridpar import parity_layouts
 from hybridpar.comm.process_group import ProcessMesh, start, stop
 from hybridpar.launch.forked import fork_ranks, values
-from hybridpar.parity_layouts import layouts_to_compare
 from hybridpar.specs import RunSpec, Strategy
 
 
 def parity_run(family: str, **strategy: Any) -> RunSpec:
     """The small model of a family under a strategy, in float64."""
-    return layouts_to_compare([family], layouts=[strategy])[0]
+    return parity_layouts.parity_run(family, strategy)
 
 
 def on_ranks(strategy: Strategy, folder: Path, body: Callable[[ProcessMesh], Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hybridpar.legality import infeasible_reason
 from hybridpar.parity import Parity
-from hybridpar.parity_layouts import SCHEDULES, layouts_to_compare, parity_run, runs_to_compare
+from hybridpar.parity_layouts import SCHEDULES, parity_run, runs_to_compare
 from hybridpar.specs import RunSpec, Strategy
 
 FAMILIES = ("transformer", "mamba2", "hybrid", "moe")
@@ -107,7 +107,7 @@ def _cases() -> list[Any]:
 
 @pytest.mark.parametrize(("family", "layouts"), _cases())
 def test_layouts_equal_one_device(parity: Parity, family: str, layouts: list[dict[str, Any]]) -> None:
-    _assert_all_equal(parity, [_four_sequences(run) for run in layouts_to_compare([family], layouts=layouts)])
+    _assert_all_equal(parity, [_four_sequences(parity_run(family, layout)) for layout in layouts])
 
 
 @pytest.mark.slow

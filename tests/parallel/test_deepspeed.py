@@ -6,12 +6,13 @@ import pytest
 
 from hybridpar.legality import infeasible_reason
 from hybridpar.parallel.deepspeed_config import deepspeed_config
-from hybridpar.parity import Parity, layouts_to_compare, trajectories
-from hybridpar.specs import RunSpec, Strategy
+from hybridpar.parity import Parity
+from hybridpar.parity_layouts import parity_run
+from hybridpar.specs import RunSpec
 
 
 def _run(family: str, **strategy: object) -> RunSpec:
-    return layouts_to_compare([family], precision="fp32", layouts=[{"engine": "deepspeed", **strategy}])[0]
+    return parity_run(family, {"engine": "deepspeed", **strategy}, precision="fp32")
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +33,6 @@ def parity() -> Parity:
 def test_losses_gradients_and_parameters_equal_one_device(parity: Parity, family: str, strategy: dict) -> None:
     report = parity.compare(_run(family, **strategy))
     assert report.verdict == "equal", report.row()
-
-
-def test_a_pipeline_at_zero_0_clips_by_another_norm_and_is_refused_for_it() -> None:
-    """The departure itself, past legality: SGD makes the size of the clipped gradient show in the next loss."""
-    departing = _clipped_sgd(_run("transformer", pp=2))
-    assert "clips each stage by its own norm" in str(infeasible_reason(departing))
-    dense = departing.model_copy(update={"strategy": Strategy()})
-    unclipped = dense.model_copy(update={"workload": dense.workload.model_copy(update={"grad_clip": 0.0})})
-    (seen,), (clipped, free) = trajectories([departing]), trajectories([dense, unclipped])
-    assert seen.loss[0] == pytest.approx(clipped.loss[0], rel=1e-6)
-    assert abs(seen.loss[1] - clipped.loss[1]) > 1e-4
-    assert abs(seen.loss[1] - free.loss[1]) > 1e-4
-
-
-def _clipped_sgd(run: RunSpec) -> RunSpec:
-    change = {"optimizer": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "grad_clip": 0.3}
-    return run.model_copy(update={"workload": run.workload.model_copy(update=change)})
 
 
 @pytest.mark.parametrize(
