@@ -213,7 +213,8 @@ def tables(
 
 
 TablesDirOption = Annotated[Path, typer.Option("--tables-dir", metavar="DIR", help="Tables of the study.")]
-BenchOption = Annotated[Path, typer.Option("--bench", metavar="FILE", help="Measured collectives (may be missing).")]
+_BENCH_HELP = "Holds collectives.parquet and departures.json (either may be missing)."
+BenchDirOption = Annotated[Path, typer.Option("--bench-dir", metavar="DIR", help=_BENCH_HELP)]
 FiguresDirOption = Annotated[Path, typer.Option("--figures-dir", metavar="DIR", help="Figures and tables as saved.")]
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="What to write.")]
 
@@ -222,7 +223,7 @@ OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="What to 
 def notebook(
     source: Annotated[Path, typer.Argument(metavar="NOTEBOOK.ipynb", help="A notebook of notebooks/.")],
     tables_dir: TablesDirOption,
-    bench: BenchOption,
+    bench_dir: BenchDirOption,
     figures_dir: FiguresDirOption,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the executed .ipynb and .html.")],
 ) -> None:
@@ -231,7 +232,7 @@ def notebook(
 
     parameters = {
         "tables_dir": str(tables_dir),
-        "bench_path": str(bench),
+        "bench_dir": str(bench_dir),
         "figures_dir": str(figures_dir),
         "study": tables_dir.name,
     }
@@ -243,14 +244,14 @@ def notebook(
 
 
 @app.command()
-def numbers(tables_dir: TablesDirOption, bench: BenchOption, out: OutOption) -> None:
+def numbers(tables_dir: TablesDirOption, bench_dir: BenchDirOption, out: OutOption) -> None:
     """Compute every number that the paper quotes, with the runs it comes from (and macros.tex beside it)."""
     from hybridpar.artifacts.inputs import InputError
     from hybridpar.artifacts.numbers import write
 
     with _one_sentence_per_fault():
         try:
-            write(tables_dir, bench, out)
+            write(tables_dir, bench_dir, out)
         except InputError as error:
             _fail([str(error)])
 
@@ -377,6 +378,36 @@ def collectives(
             rows += bench(ranks, size or COLLECTIVE_SIZES, repeats=repeats)
         _write_rows(out, rows)
         typer.echo(f"{out}: {len(rows)} measurements")
+
+
+@app.command()
+def departures(
+    out: OutOption,
+    only: Annotated[list[str] | None, typer.Option(help="Part of a name, e.g. Ulysses (may be repeated).")] = None,
+) -> None:
+    """Run every setting known to make DeepSpeed train another model than one device does, and the one that is right.
+
+    One that departs no more is a row that says so: another DeepSpeed may have mended it.
+    """
+    from hybridpar.departures import departures as known
+    from hybridpar.departures import measure, recorded
+    from hybridpar.parity import Parity
+
+    chosen = [one for one in known() if not only or any(part in one.name for part in only)]
+    if not chosen:
+        _fail([f"--only {only[0] if only else ''} names none; names: {', '.join(one.name for one in known())}"], 2)
+    rows: list[dict[str, Any]] = []
+    with _one_sentence_per_fault():
+        parity = Parity()
+        for departure in chosen:
+            rows.append(measure(departure, parity))
+            typer.echo(f"{len(rows)}/{len(chosen)} {_departure_line(rows[-1])}")
+        _write_json(out, recorded(rows))
+
+
+def _departure_line(row: dict[str, Any]) -> str:
+    sides = f"{row['departing_verdict']} (right: {row['correct_verdict']})"
+    return f"{row['name']}: {sides}{'' if row['reproduced'] else '; NOT REPRODUCED'}"
 
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

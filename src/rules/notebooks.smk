@@ -17,7 +17,7 @@ for _notebook, _artifacts in SAVED.items():
         input:
             source=f"notebooks/{_notebook}.ipynb",
             tables=rules.tables.output,
-            bench=rules.collectives.output,
+            bench=[*rules.collectives.output, *rules.departures.output],
             code=artifacts_code(but=("numbers", "paper", "prose", "report")),
         output:
             executed=[
@@ -32,8 +32,9 @@ for _notebook, _artifacts in SAVED.items():
             "../../envs/conda.yml"
         params:
             tables=lambda wildcards, input, output: folder_of(input.tables),
+            bench=lambda wildcards, input, output: folder_of(input.bench),
             figures=lambda wildcards, input, output: folder_of(output.saved),
             executed=lambda wildcards, input, output: folder_of(output.executed),
         shell:
-            "hybridpar notebook {input.source} --tables-dir {params.tables} --bench {input.bench}"
+            "hybridpar notebook {input.source} --tables-dir {params.tables} --bench-dir {params.bench}"
             " --figures-dir {params.figures} --out {params.executed} > {log} 2>&1"

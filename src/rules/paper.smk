@@ -16,7 +16,7 @@ rule numbers:
     """Every number that the paper quotes, with its runs."""
     input:
         tables=rules.tables.output,
-        bench=rules.collectives.output,
+        bench=[*rules.collectives.output, *rules.departures.output],
         code=artifacts_code(
             but=(
                 "figures",
@@ -38,8 +38,9 @@ rule numbers:
         "../../envs/conda.yml"
     params:
         tables=lambda wildcards, input, output: folder_of(input.tables),
+        bench=lambda wildcards, input, output: folder_of(input.bench),
     shell:
-        "hybridpar numbers --tables-dir {params.tables} --bench {input.bench} --out {output.numbers} > {log} 2>&1"
+        "hybridpar numbers --tables-dir {params.tables} --bench-dir {params.bench} --out {output.numbers} > {log} 2>&1"
 
 
 rule paper:

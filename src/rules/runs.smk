@@ -51,3 +51,16 @@ rule collectives:
     threads: workflow.cores
     shell:
         "hybridpar collectives --out {output} 2>&1 | tee {log}"
+
+
+rule departures:
+    """Settings with which DeepSpeed trains another model than one device, each beside the one that is right."""
+    output:
+        "data/bench/departures.json",
+    log:
+        "data/logs/departures.log",
+    conda:
+        "../../envs/conda.yml"
+    threads: workflow.cores
+    shell:
+        "hybridpar departures --out {output} 2>&1 | tee {log}"

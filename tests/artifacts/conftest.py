@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.artifacts import synthetic
 
 @pytest.fixture(scope="session")
 def small_paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Tables and benchmark of a study with one size, both families, up to 4 ranks."""
+    """Tables and benchmarks of a study with one size, both families, up to 4 ranks."""
     return synthetic.write(tmp_path_factory.mktemp("small"), sizes=("small",), worlds=(1, 2, 4), repeats=1)
 
 
@@ -37,12 +38,12 @@ def lone(tmp_path_factory: pytest.TempPathFactory) -> Study:
     tables, bench = synthetic.write(
         tmp_path_factory.mktemp("lone"), families=("llama",), sizes=("small",), worlds=(1,), repeats=1
     )
-    bench.unlink()
+    shutil.rmtree(bench)
     return inputs.load(tables, bench)
 
 
 @pytest.fixture(scope="session")
 def failed(small: Study) -> Study:
     """A study in which every run crashed."""
-    nothing = {name: getattr(small, name).head(0) for name in ("steps", "collectives", "memory", "bench")}
+    nothing = {name: getattr(small, name).head(0) for name in ("steps", "collectives", "memory", "bench", "departures")}
     return replace(small, runs=small.runs.assign(outcome="crash", reason="rank 0 left with exit code 1"), **nothing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,12 +30,19 @@ def write(
     hybrids: bool = True,
     repeats: int = 2,
 ) -> tuple[Path, Path]:
-    """Write the tables of an invented study; returns its tables folder and the benchmark's path."""
+    """Write the tables of an invented study; returns the folders of its tables and of its benchmarks."""
+    models = [f"{family}-{size}" for family, size in itertools.product(families, sizes)]
     runs = [
-        _spec(f"{family}-{size}", strategy, repeat)
-        for family, size in itertools.product(families, sizes)
+        _spec(model, strategy, repeat)
+        for model in models
         for strategy in _strategies(worlds, hybrids)
         for repeat in range(repeats)
+    ]
+    runs += [
+        _spec(model, strategy, 0, phase=phase, seq_len=context, micro_batch=4)
+        for model, phase, context in itertools.product(models, ("prefill", "decode"), (32, 128))
+        for strategy in ({}, {"tp": 2}, {"pp": 2})
+        if max(worlds) > 1
     ]
     tables = folder / "tables" / "synthetic"
     tables.mkdir(parents=True)
@@ -49,9 +57,10 @@ def write(
     }
     for name, content in frames.items():
         pd.DataFrame(content, columns=_COLUMNS.get(name)).to_parquet(tables / f"{name}.parquet")
-    bench = folder / "bench" / "collectives.parquet"
-    bench.parent.mkdir()
-    pd.DataFrame(_bench_rows(generator)).to_parquet(bench)
+    bench = folder / "bench"
+    bench.mkdir()
+    pd.DataFrame(_bench_rows(generator)).to_parquet(bench / "collectives.parquet")
+    (bench / "departures.json").write_text(json.dumps({"tier": _TIER, "environment": {}, "departures": _departures()}))
     return tables, bench
 
 
@@ -60,7 +69,9 @@ def _strategies(worlds: Sequence[int], hybrids: bool) -> list[dict[str, object]]
     for n in (world for world in worlds if world > 1):
         found += [{"dp": n}, {"dp": n, "zero": 1}, {"dp": n, "zero": 2}, {"dp": n, "zero": 3}]
         found += [{"dp": n, "zero": zero, "engine": "deepspeed"} for zero in range(4)]
-        found += [{"tp": n}, {"tp": n, "sp": True}]
+        found += [{"tp": n}, {"tp": n, "sp": True}, {"cp": n}, {"cp": n, "cp_kind": "ulysses"}]
+        found += [{"dp": n, "recompute": "full"}, {"dp": n, "zero": 2, "offload": "optimizer"}]
+        found += [{"pp": n, "schedule": "zero-bubble"}, {"pp": n, "schedule": "interleaved"}]
         found += [
             {"pp": n},
             {"pp": n, "schedule": "gpipe"},
@@ -77,10 +88,11 @@ def _strategies(worlds: Sequence[int], hybrids: bool) -> list[dict[str, object]]
     return found
 
 
-def _spec(model: str, strategy: dict[str, object], repeat: int) -> RunSpec:
+def _spec(model: str, strategy: dict[str, object], repeat: int, **workload: object) -> RunSpec:
+    usual = {"seq_len": 64, "global_batch": 8, "micro_batch": 1, "steps": 6, "warmup_steps": 2}
     content = {
         "model": {"preset": model},
-        "workload": {"seq_len": 64, "global_batch": 8, "micro_batch": 1, "steps": 6, "warmup_steps": 2},
+        "workload": {**usual, **workload},
         "strategy": strategy,
         "cluster": {"preset": "local-cpu"},
         "repeat": repeat,
@@ -121,8 +133,13 @@ def _run_row(run: RunSpec, index: int, generator: np.random.Generator) -> dict[s
         "world": s.devices,
         **{
             field: getattr(s, field)
-            for field in ("dp", "tp", "pp", "cp", "zero", "sp", "schedule", "recompute", "overlap")
+            for field in (
+                *("dp", "tp", "pp", "cp", "ep", "zero", "zero_group", "sp", "cp_kind", "schedule", "virtual"),
+                *("recompute", "offload", "overlap"),
+            )
         },
+        "parameters": 1_000_000,
+        "phase": run.workload.phase,
         "seq_len": run.workload.seq_len,
         "global_batch": run.workload.global_batch,
         "micro_batch": run.workload.micro_batch,
@@ -179,8 +196,35 @@ def _memory_rows(run: RunSpec, row: dict[str, object]) -> list[dict[str, object]
         "activations": 3e6 / s.dp,
         "buffers": 1e5,
     }
-    sizes["total"] = sum(sizes.values())
+    if s.recompute == "full":
+        sizes["activations"] /= 3
+    if s.offload == "optimizer":
+        sizes |= {"optimizer": 0, "host": sizes["optimizer"]}
+    if run.workload.phase != "train":
+        sizes = {"parameters": sizes["parameters"], "cache": 1e3 * run.workload.seq_len}
+    sizes["total"] = sum(sizes.values()) - sizes.get("host", 0)
     return [{"run_id": run.run_id, "category": name, "bytes": int(size)} for name, size in sizes.items()]
+
+
+def _departures() -> list[dict[str, object]]:
+    kinds = ("loss", "grad_norm", "gradient", "parameter")
+    apart = {f"departing_{kind}": 0.5 for kind in kinds} | {"departing_verdict": "differs", "departing_reason": None}
+    refused: dict[str, object] = {f"departing_{kind}": None for kind in kinds}
+    refused |= {"departing_verdict": "refused", "departing_reason": "AssertionError: not supported"}
+    right = {f"correct_{kind}": 1e-7 for kind in kinds} | {"correct_verdict": "equal", "correct_reason": None}
+    return [
+        {
+            "name": f"invented {n}",
+            "setting": f"setting {n}",
+            "differs": "gradients",
+            "right": "ZeRO-1",
+            "reproduced": again,
+        }
+        | {"departing_layout": "deepspeed-dp2", "correct_layout": "deepspeed-dp2-zero1"}
+        | departing
+        | right
+        for n, (departing, again) in enumerate(((apart, True), (refused, True), (apart, False)))
+    ]
 
 
 def _bench_rows(generator: np.random.Generator) -> list[dict[str, object]]:

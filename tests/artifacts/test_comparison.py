@@ -25,6 +25,7 @@ def _cells(*rows: tuple[str, float, float, float]) -> pd.DataFrame:
                 "strategy": name,
                 "method": name,
                 "steps": 3,
+                "mfu": 0.3,
                 "run_ids": (name,),
                 "tokens_low": low,
                 "tokens_per_s": median,
@@ -128,7 +129,7 @@ def test_engines_are_paired_by_what_they_do(full: Study) -> None:
 
 
 def test_families_with_the_same_times_rank_alike(small: Study) -> None:
-    shared = small.finished.groupby(["strategy", "family"])["run_id"].first().unstack().dropna()
+    shared = small.trained.groupby(["strategy", "family"])["run_id"].first().unstack().dropna()
     transformer = small.steps.set_index(["run_id", "step"])["seconds"].to_dict()
     twin = dict(zip(shared["mamba2"], shared["transformer"], strict=True))
     seconds = [

@@ -21,7 +21,7 @@ def built(small_paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
     """A folder with executed notebooks, their figures and the numbers of the small synthetic study."""
     folder = tmp_path_factory.mktemp("built")
     tables, bench = small_paths
-    parameters = {"tables_dir": tables, "bench_path": bench, "figures_dir": folder / "figures", "study": "synthetic"}
+    parameters = {"tables_dir": tables, "bench_dir": bench, "figures_dir": folder / "figures", "study": "synthetic"}
     for question in QUESTIONS:
         source, out = ROOT / "notebooks" / f"{question.notebook}.ipynb", folder / "notebooks" / question.notebook
         execute(source, out.with_suffix(".ipynb"), out.with_suffix(".html"), parameters)
@@ -46,7 +46,7 @@ def test_an_executed_notebook_is_the_same_bytes_twice(
     name = "03-which-hybrid-wins"
     parameters = {
         "tables_dir": tables,
-        "bench_path": bench,
+        "bench_dir": bench,
         "figures_dir": built / "figures",
         "study": "synthetic",
     }

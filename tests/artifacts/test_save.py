@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -55,9 +56,7 @@ def test_a_figure_that_became_missing_takes_its_old_files_away(small: Study, tmp
 
 
 def test_html_is_escaped(small: Study) -> None:
-    table = tables.outcomes(
-        Study(small.name, small.runs.assign(reason="<b>&"), small.steps, small.collectives, small.memory, small.bench)
-    )
+    table = tables.outcomes(replace(small, runs=small.runs.assign(reason="<b>&")))
 
     assert not isinstance(table, Missing)
     assert '<td class="text">&lt;b&gt;&amp;</td>' in html_table(table)
@@ -94,4 +93,4 @@ def test_a_missing_column_is_named(small_paths: tuple[Path, Path], tmp_path: Pat
 
 def test_missing_tables_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"runs\.parquet does not exist"):
-        load(tmp_path, tmp_path / "none.parquet")
+        load(tmp_path, tmp_path / "none")

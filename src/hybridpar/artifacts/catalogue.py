@@ -25,8 +25,11 @@ QUESTIONS = (
     Question(
         "02-each-strategy-alone",
         "What does each strategy do alone?",
-        ("loss-parity", "single-throughput", "single-memory", "communication-share", "single-strategies", "engines"),
-        ("losses", "single", "engines"),
+        (
+            *("loss-parity", "single-throughput", "single-memory", "communication-share", "single-strategies"),
+            *("schedule-memory", "schedules"),
+        ),
+        ("losses", "single", "schedules"),
     ),
     Question(
         "03-which-hybrid-wins",
@@ -39,6 +42,24 @@ QUESTIONS = (
         "Do Transformer and Mamba-2 want different strategies?",
         ("family-ranking", "family-rankings", "family-effects", "outcomes"),
         ("families", "outcomes"),
+    ),
+    Question(
+        "05-where-does-memory-go",
+        "Where does memory go?",
+        ("memory-savings", "state-per-parameter"),
+        ("memory",),
+    ),
+    Question(
+        "06-what-does-serving-cost",
+        "What does serving cost?",
+        ("prefill-latency", "decode-latency", "cache-growth", "serving"),
+        ("serving",),
+    ),
+    Question(
+        "07-deepspeed-against-torch",
+        "Does DeepSpeed train the same model, and as fast?",
+        ("engines", "engine-ratios", "departures"),
+        ("engines", "departures"),
     ),
 )
 

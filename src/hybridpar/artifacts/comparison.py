@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from hybridpar.artifacts.inputs import MEMORY_CATEGORIES, SIZES, Study
+from hybridpar.artifacts.inputs import FAMILIES, MEMORY_CATEGORIES, SIZES, Study
 
 Floats = npt.NDArray[np.float64]
 
-_CELL = ["family", "size", "model", "world", "kind", "method", "strategy", "engine"]
+_CELL = ["family", "size", "model", "world", "kind", "method", "options", "strategy", "engine"]
 _RESAMPLES = 2000
-_FAMILIES = ("transformer", "mamba2")
+_PAIR = ("transformer", "mamba2")
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Spread:
 
 
 def timed_steps(study: Study) -> pd.DataFrame:
-    """Timed steps of finished runs with `tokens_per_s` of the whole job (tokens of a step over its slowest rank)."""
-    runs = study.finished[["run_id", *_CELL, "tokens_per_step"]]
+    """Timed steps of finished runs of training with `tokens_per_s` of the whole job: a step's tokens over its time."""
+    runs = study.trained[["run_id", *_CELL, "tokens_per_step"]]
     steps = study.steps.loc[~study.steps["warmup"].astype(bool), ["run_id", "step", "seconds"]].merge(runs, on="run_id")
     return steps.assign(tokens_per_s=steps["tokens_per_step"] / steps["seconds"])
 
 
 def cells(study: Study) -> pd.DataFrame:
-    """One row a cell, sorted by family, size, ranks and falling throughput.
+    """One row a cell, sorted by size, family, ranks and falling throughput.
 
     Columns: those that name the cell; `tokens_per_s` (median), `tokens_low`, `tokens_high`; `step_s`; `runs` and
     `steps` (counts); `peak_mb` (largest rank, total) and `<category>_mb`; `wire_mb` (sent by one rank in a step, mean
@@ -77,8 +77,8 @@ def cells(study: Study) -> pd.DataFrame:
         steps=("seconds", "size"),
         run_ids=("run_id", lambda ids: tuple(sorted(set(ids)))),
     ).reset_index()
-    per_run = study.finished[["run_id", *_CELL, "mfu"]]
-    per_run = per_run.merge(_memory_mb(study), on="run_id", how="left").merge(
+    per_run = study.trained[["run_id", *_CELL, "mfu"]]
+    per_run = per_run.merge(memory_mb(study), on="run_id", how="left").merge(
         communication(study), on="run_id", how="left"
     )
     measures = [f"{category}_mb" for category in MEMORY_CATEGORIES]
@@ -99,7 +99,7 @@ _MEASURES = (
 )
 
 
-def _memory_mb(study: Study) -> pd.DataFrame:
+def memory_mb(study: Study) -> pd.DataFrame:
     """Peak MB (10^6 bytes) by category and in total, one row a run."""
     wide = study.memory.pivot_table(index="run_id", columns="category", values="bytes", aggfunc="max")
     wide = wide.reindex(columns=[*MEMORY_CATEGORIES, "total"]) / 1e6
@@ -108,13 +108,13 @@ def _memory_mb(study: Study) -> pd.DataFrame:
 
 
 def communication(study: Study) -> pd.DataFrame:
-    """One row a finished run: `wire_mb` a rank and step, `comm_share` = blocked seconds over the step's median.
+    """One row a finished run of training: `wire_mb` a rank and step, `comm_share` = blocked seconds over step time.
 
     A run without any collective (one device) has zero of both.
     """
     seconds = timed_steps(study).groupby("run_id")["seconds"].median()
     sums = study.collectives.groupby("run_id")[["wire_bytes", "exposed_seconds"]].sum()
-    runs = study.finished[["run_id"]].merge(sums.reset_index(), on="run_id", how="left").fillna(0.0)
+    runs = study.trained[["run_id"]].merge(sums.reset_index(), on="run_id", how="left").fillna(0.0)
     step_s = runs["run_id"].map(seconds)
     share = (runs["exposed_seconds"] / step_s).clip(upper=1.0)
     return pd.DataFrame({"run_id": runs["run_id"], "wire_mb": runs["wire_bytes"] / 1e6, "comm_share": share})
@@ -123,9 +123,12 @@ def communication(study: Study) -> pd.DataFrame:
 def _ordered(table: pd.DataFrame) -> pd.DataFrame:
     sizes = {size: position for position, size in enumerate(SIZES)}
     return (
-        table.assign(_size=table["size"].map(sizes).fillna(len(sizes)))
-        .sort_values(["_size", "family", "model", "world", "tokens_per_s"], ascending=[True, True, True, True, False])
-        .drop(columns="_size")
+        table.assign(
+            _size=table["size"].map(sizes).fillna(len(sizes)),
+            _family=table["family"].map(FAMILIES.index),
+        )
+        .sort_values(["_size", "_family", "model", "world", "tokens_per_s"], ascending=[True, True, True, True, False])
+        .drop(columns=["_size", "_family"])
         .reset_index(drop=True)
     )
 
@@ -154,6 +157,7 @@ def winners(table: pd.DataFrame) -> pd.DataFrame:
                 "tokens_per_s": first["tokens_per_s"],
                 "tokens_low": first["tokens_low"],
                 "tokens_high": first["tokens_high"],
+                "mfu": first["mfu"],
                 "runner_up": second["strategy"],
                 "lead": first["tokens_per_s"] / second["tokens_per_s"],
                 "decided": not tokens(first).overlaps(tokens(second)),
@@ -162,7 +166,7 @@ def winners(table: pd.DataFrame) -> pd.DataFrame:
             }
         )
     columns = ["family", "size", "model", "world", "strategy", "method", "kind", "tokens_per_s", "tokens_low"]
-    columns += ["tokens_high", "runner_up", "lead", "decided", "compared", "run_ids"]
+    columns += ["tokens_high", "mfu", "runner_up", "lead", "decided", "compared", "run_ids"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -183,7 +187,7 @@ def family_pairs(study: Study) -> pd.DataFrame:
     """
     table = cells(study)
     sides = {}
-    for family in _FAMILIES:
+    for family in _PAIR:
         side = table[(table["family"] == family) & (table["world"] > 1)]
         sides[family] = side.drop_duplicates(["size", "world", "strategy"])
     shared = ["size", "world", "strategy", "method", "kind"]
@@ -201,7 +205,7 @@ def family_pairs(study: Study) -> pd.DataFrame:
     columns["ratio"] = columns["mamba2"] / columns["transformer"]
     columns["ratio_low"] = columns["mamba2_low"] / columns["transformer_high"]
     columns["ratio_high"] = columns["mamba2_high"] / columns["transformer_low"]
-    columns["run_ids"] = _united(paired["run_ids_t"], paired["run_ids_m"])
+    columns["run_ids"] = united(paired["run_ids_t"], paired["run_ids_m"])
     return paired[shared].assign(**columns)
 
 
@@ -218,7 +222,7 @@ def family_correlations(study: Study) -> pd.DataFrame:
             continue
         chosen = steps[(steps["size"] == size) & (steps["world"] == world)]
         low, high = _resampled_rho(chosen, list(group["strategy"]))
-        winner = {family: str(group["strategy"].iloc[int(group[family].to_numpy().argmax())]) for family in _FAMILIES}
+        winner = {family: str(group["strategy"].iloc[int(group[family].to_numpy().argmax())]) for family in _PAIR}
         rows.append(
             {
                 "size": size,
@@ -240,12 +244,12 @@ def family_correlations(study: Study) -> pd.DataFrame:
 def _resampled_rho(steps: pd.DataFrame, strategies: Sequence[str]) -> tuple[float, float]:
     generator = np.random.default_rng(0)
     medians = {}
-    for family in _FAMILIES:
+    for family in _PAIR:
         values = steps[steps["family"] == family].groupby("strategy")["tokens_per_s"]
         medians[family] = np.stack(
             [_resampled_medians(np.sort(values.get_group(name).to_numpy()), generator) for name in strategies], axis=1
         )
-    ranks = [np.argsort(np.argsort(medians[family], axis=1), axis=1) for family in _FAMILIES]
+    ranks = [np.argsort(np.argsort(medians[family], axis=1), axis=1) for family in _PAIR]
     centred = [rank - rank.mean(axis=1, keepdims=True) for rank in ranks]
     rho = (centred[0] * centred[1]).sum(axis=1) / (centred[0] ** 2).sum(axis=1)
     low, high = np.quantile(rho, [0.025, 0.975])
@@ -276,7 +280,7 @@ def loss_deviations(study: Study) -> pd.DataFrame:
         "seed",
         "precision",
     ]
-    losses = study.steps[["run_id", "step", "loss"]].merge(study.finished[columns], on="run_id")
+    losses = study.steps[["run_id", "step", "loss"]].merge(study.trained[columns], on="run_id")
     alone = losses[(losses["kind"] == "one device") & (losses["engine"] == "torch")]
     same = ["model", "seed", "precision", "step"]
     reference = alone.drop_duplicates(same)[[*same, "loss", "run_id"]]
@@ -295,21 +299,22 @@ def engine_pairs(study: Study) -> pd.DataFrame:
 
     `ratio` is DeepSpeed's median throughput over torch's, with the extreme ratios of their ranges.
     """
-    degrees = study.runs[["strategy", "dp", "tp", "pp", "cp", "zero", "sp", "schedule"]].drop_duplicates("strategy")
-    table = cells(study).merge(degrees, on="strategy")
-    table = table.assign(schedule=table["schedule"].where(table["pp"] > 1, ""))
-    same = ["family", "size", "model", "world", "dp", "tp", "pp", "cp", "zero", "sp", "schedule"]
+    does = ["dp", "tp", "pp", "cp", "ep", "zero", "sp", "cp_kind", "schedule", "recompute", "offload", "overlap"]
+    table = cells(study).merge(study.runs[["strategy", *does]].drop_duplicates("strategy"), on="strategy")
+    table["schedule"] = table["schedule"].where(table["pp"] > 1, "")
+    table["cp_kind"] = table["cp_kind"].where(table["cp"] > 1, "")
+    same = ["family", "size", "model", "world", *does]
     torch, deepspeed = (table[table["engine"] == engine] for engine in ("torch", "deepspeed"))
     pairs = torch.merge(deepspeed, on=same, suffixes=("_t", "_d"))
     return pairs.assign(
         ratio=pairs["tokens_per_s_d"] / pairs["tokens_per_s_t"],
         ratio_low=pairs["tokens_low_d"] / pairs["tokens_high_t"],
         ratio_high=pairs["tokens_high_d"] / pairs["tokens_low_t"],
-        run_ids=_united(pairs["run_ids_t"], pairs["run_ids_d"]),
+        run_ids=united(pairs["run_ids_t"], pairs["run_ids_d"]),
     )
 
 
-def _united(first: pd.Series, second: pd.Series) -> pd.Series:
+def united(first: pd.Series, second: pd.Series) -> pd.Series:
     """Row by row, the runs behind either side."""
     return pd.Series(
         [tuple(sorted({*a, *b})) for a, b in zip(first, second, strict=True)], index=first.index, dtype=object

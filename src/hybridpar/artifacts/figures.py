@@ -11,7 +11,8 @@ from matplotlib.patches import Patch
 
 from hybridpar.artifacts import captions, collective_cost, comparison, style
 from hybridpar.artifacts.artifact import FigureArtifact, Missing
-from hybridpar.artifacts.inputs import MEMORY_CATEGORIES, Study
+from hybridpar.artifacts.inputs import Study
+from hybridpar.artifacts.memory_artifacts import category_handles, stacked_categories
 
 Drawn = FigureArtifact | Missing
 
@@ -51,8 +52,7 @@ def collective_time(study: Study) -> Drawn:
 def single_throughput(study: Study) -> Drawn:
     """Throughput of each single strategy by number of ranks, one panel a family."""
     name, title = "single-throughput", "Throughput of each strategy alone"
-    table = comparison.cells(study)
-    table = table[table["kind"] != "hybrid"]
+    table = _single(study)
     if not (table["world"] > 1).any():
         return Missing(name, title, captions.nothing("single-strategy"))
     models = _one_size(table[table["world"] > 1])
@@ -63,13 +63,15 @@ def single_throughput(study: Study) -> Drawn:
         alone = table[(table["model"] == model) & (table["kind"] == "one device") & (table["engine"] == "torch")]
         for value in alone["tokens_per_s"]:
             panel.axvline(value / 1e3, color=style.KIND_COLOURS["one device"], linestyle=":")
-        panel.set(title=model, xlabel="1,000 tokens/s")
+        panel.set_title(_family(model))
         panel.set_xlim(left=0)
+        style.few_ticks(panel.xaxis)
+    style.name_row(axes, "1,000 tokens/s")
     alone_line = Line2D([], [], color=style.KIND_COLOURS["one device"], linestyle=":", label="one device")
     style.legend_below(figure, [*_rank_handles(shown), alone_line], columns=4)
     caption = (
-        "Median over the timed steps, bars from the slowest to the fastest, of the size with most strategies (the "
-        f"table has all sizes). {captions.conditions(study)}"
+        "Median over the timed steps, bars from the slowest to the fastest, of "
+        f"{_and(models)} (the table has all sizes). {captions.conditions(study)}"
     )
     return FigureArtifact(name, title, caption, study.provenance(_ids(shown)), figure)
 
@@ -77,32 +79,26 @@ def single_throughput(study: Study) -> Drawn:
 def single_memory(study: Study) -> Drawn:
     """Peak memory of the largest rank by category, for each single strategy at the largest number of ranks."""
     name, title = "single-memory", "Where memory goes"
-    table = comparison.cells(study)
-    table = table[(table["kind"] != "hybrid")]
+    table = _single(study)
     if table.empty or table["peak_mb"].isna().all():
         return Missing(name, title, captions.nothing("single-strategy"))
     world = int(table["world"].max())
     table = table[(table["world"] == world) | (table["world"] == 1)]
     models = _one_size(table)
+    table = table[table["model"].isin(models)]
     methods = _method_order(table)
-    figure, axes = style.canvas(len(models), 1, height=len(models) * (0.14 * len(methods) + 0.35) + 0.5)
+    figure, axes = style.canvas(1, len(models), height=0.14 * len(methods) + 0.95, sharey=True)
     for panel, model in zip(axes.flat, models, strict=True):
         group = table[table["model"] == model].drop_duplicates("method").set_index("method").reindex(methods)
-        group = group.dropna(subset=["peak_mb"])
-        left = np.zeros(len(group))
-        for category in MEMORY_CATEGORIES:
-            width = group[f"{category}_mb"].to_numpy(np.float64)
-            panel.barh(group.index, width, left=left, color=style.CATEGORY_COLOURS[category], height=0.75, linewidth=0)
-            left = left + np.nan_to_num(width)
-        panel.invert_yaxis()
-        panel.grid(visible=False, axis="y")
-        panel.set_title(f"{model}, {world} ranks")
-    axes.flat[-1].set_xlabel("peak memory of the largest rank in MB")
-    handles = [Patch(color=style.CATEGORY_COLOURS[category], label=category) for category in MEMORY_CATEGORIES]
-    style.legend_below(figure, handles)
+        stacked_categories(panel, group)
+        style.few_ticks(panel.xaxis)
+        panel.set_title(_family(model))
+    axes.flat[0].set_ylim(len(methods) - 0.5, -0.5)  # inverted once: the panels share it
+    style.name_row(axes, "MB")
+    style.legend_below(figure, category_handles(table))
     caption = (
         "Peak bytes of each category on the rank that holds most of it, counted in a warm-up step; median over "
-        "repeats. "
+        f"repeats. Models: {_and(models)}, on {world} ranks; a strategy without a bar was not run on as many. "
         f"{captions.conditions(study, times=False)}"
     )
     return FigureArtifact(name, title, caption, study.provenance(_ids(table)), figure)
@@ -111,8 +107,8 @@ def single_memory(study: Study) -> Drawn:
 def communication_share(study: Study) -> Drawn:
     """Share of a step that a rank stands still in communication, for each single strategy and number of ranks."""
     name, title = "communication-share", "Share of the step spent in communication"
-    table = comparison.cells(study)
-    table = table[(table["kind"] != "hybrid") & (table["world"] > 1)].dropna(subset=["comm_share"])
+    table = _single(study)
+    table = table[table["world"] > 1].dropna(subset=["comm_share"])
     if table.empty:
         return Missing(name, title, captions.nothing("single-strategy"))
     models = _one_size(table)
@@ -120,11 +116,13 @@ def communication_share(study: Study) -> Drawn:
     figure, axes, methods = _method_panels(shown, models)
     for panel, model in zip(axes.flat, models, strict=True):
         _by_ranks(panel, shown[shown["model"] == model], methods, "comm_share", "comm_low", "comm_high", 100)
-        panel.set(xlim=(0, 100), title=model, xlabel="share in %")
+        panel.set(xlim=(0, 100), title=_family(model))
+        style.few_ticks(panel.xaxis)
+    style.name_row(axes, "share in %")
     style.legend_below(figure, _rank_handles(shown))
     caption = (
         "Seconds blocked in collectives and point-to-point messages over the step's time, mean over ranks, median over "
-        f"repeats with their range; waiting for slower ranks is in it. {captions.conditions(study)}"
+        f"repeats with their range, of {_and(models)}; waiting for slower ranks is in it. {captions.conditions(study)}"
     )
     return FigureArtifact(name, title, caption, study.provenance(_ids(shown)), figure)
 
@@ -178,16 +176,18 @@ def hybrid_ranking(study: Study) -> Drawn:
             y, colour = order.index(row["strategy"]), style.KIND_COLOURS[row["kind"]]
             panel.hlines(y, row["tokens_low"] / best, row["tokens_high"] / best, color=colour, linewidth=1.0)
             panel.plot(row["relative"], y, color=colour, marker="s" if row["engine"] == "deepspeed" else "o")
-        panel.set(ylim=(len(order) - 0.5, -0.5), title=model, xlabel="throughput / best")
+        panel.set(ylim=(len(order) - 0.5, -0.5), title=_family(model))
         panel.set_xlim(left=0)
+        panel.set_xticks([0, 1])
         panel.set_yticks(range(len(order)), [captions.short(strategy) for strategy in order], fontsize=6.5)
+    style.name_row(axes, "throughput / best")
     kinds = [kind for kind in style.KIND_COLOURS if kind in set(table["kind"])]
     handles = [Line2D([], [], color=style.KIND_COLOURS[kind], marker="o", linestyle="", label=kind) for kind in kinds]
     handles.append(Line2D([], [], color="0.3", marker="s", linestyle="", label="DeepSpeed"))
     style.legend_below(figure, handles)
     caption = (
-        f"All legal factorisations of {world} ranks. Median over the timed steps, bars from the slowest to the "
-        f"fastest, both over the median of the model's best strategy. {captions.conditions(study)}"
+        f"All legal factorisations of {world} ranks, of {_and(models)}. Median over the timed steps, bars from the "
+        f"slowest to the fastest, both over the median of the model's best strategy. {captions.conditions(study)}"
     )
     return FigureArtifact(name, title, caption, study.provenance(_ids(table)), figure)
 
@@ -227,6 +227,12 @@ def family_ranking(study: Study) -> Drawn:
     return FigureArtifact(name, title, caption, study.provenance(_ids(pairs)), figure)
 
 
+def _single(study: Study) -> pd.DataFrame:
+    """Cells that one axis splits and nothing else changes: recomputing and offloading have their own table."""
+    table = comparison.cells(study)
+    return table[(table["kind"] != "hybrid") & (table["options"] == "")]
+
+
 def _ids(table: pd.DataFrame) -> pd.Series:
     return table["run_ids"].explode()
 
@@ -243,13 +249,22 @@ def _one_size(table: pd.DataFrame) -> list[str]:
     """The models, one a family, of the size that ran most strategies (the largest of such sizes)."""
     counts = table.groupby("size", sort=False)["strategy"].size()
     size = counts[counts == counts.max()].index[-1]
-    return list(table[table["size"] == size].sort_values("family", kind="stable").drop_duplicates("family")["model"])
+    return list(table[table["size"] == size].drop_duplicates("family")["model"])
+
+
+def _and(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _family(model: str) -> str:
+    """What stands above a narrow panel; the caption has the whole name."""
+    return model.split("-")[0]
 
 
 def _method_panels(table: pd.DataFrame, models: list[str]) -> tuple[Any, Any, list[str]]:
     """A panel for each model that share their rows, one for each method."""
     methods = _method_order(table)
-    figure, axes = style.canvas(1, len(models), height=0.17 * len(methods) + 0.95, sharey=True)
+    figure, axes = style.canvas(1, len(models), height=0.14 * len(methods) + 0.95, sharey=True)
     for panel in axes.flat:
         panel.set_ylim(len(methods) - 0.5, -0.5)
         panel.set_yticks(range(len(methods)), methods)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from hybridpar.artifacts import captions, collective_cost, comparison
+from hybridpar.artifacts import captions, collective_cost, comparison, engine_artifacts, memory_use, serving
 from hybridpar.artifacts.inputs import Study
 from hybridpar.outcome import OUTCOMES
 
@@ -144,6 +144,135 @@ def engines(study: Study) -> list[Finding]:
     return [Finding("engines", text, _ids(pairs))]
 
 
+def departures(study: Study) -> list[Finding]:
+    """Settings with which DeepSpeed trains another model than one device."""
+    table = study.departures
+    if table.empty:
+        return [Finding("departures", "Departures of DeepSpeed were not measured in this study.", ())]
+    again = table[table["reproduced"]]
+    trained = again[again["departing_verdict"] == "differs"]
+    deviation = engine_artifacts.worst_deviation(trained, "departing")
+    text = (
+        f"Of {_count(len(table), 'setting')} known to depart from one device, {len(again)} do so here: DeepSpeed "
+        f"trains another model in {len(trained)} and refuses to start in {len(again) - len(trained)}; the setting "
+        "beside each is right."
+    )
+    if len(trained):
+        worst = trained.iloc[int(deviation.to_numpy().argmax())]
+        text += f" The largest deviation is {deviation.max():.1e}, of {worst['setting']}: {worst['differs']}."
+    return [Finding("departures", text, ())]
+
+
+def schedules(study: Study) -> list[Finding]:
+    """What the schedule of a pipeline costs in memory and time."""
+    table = memory_use.schedules(study)
+    found = []
+    for (model, world), group in table.groupby(["model", "world"], sort=False):
+        held, speed = group["activations_mb"].to_numpy(), group["tokens_per_s"].to_numpy()
+        leanest, heaviest = group.iloc[int(held.argmin())], group.iloc[int(held.argmax())]
+        fastest = group.iloc[int(speed.argmax())]
+        found.append(
+            Finding(
+                f"schedules-{model}-{world}",
+                f"{model} in {world} stages: {leanest['method']} holds least, {leanest['activations_mb']:,.2f} MB of "
+                f"activations on the largest rank, and {heaviest['method']} most, {heaviest['activations_mb']:,.2f} "
+                f"MB; {fastest['method']} is fastest with {_tokens(fastest)}.",
+                _ids(group),
+            )
+        )
+    return found or [_nothing("schedules", "pipeline schedule")]
+
+
+def memory(study: Study) -> list[Finding]:
+    """What recomputing and offloading save and cost, and how far sharding brings the state down."""
+    pairs, state = memory_use.savings(study), memory_use.state_per_parameter(study)
+    found = []
+    for option, group in pairs.groupby("option"):
+        offloads = str(option).endswith("offload")
+        ratios = group["peak_after"] / group["peak_before"]
+        spread, speed = comparison.Spread.of(ratios), comparison.Spread.of(group["speed"])
+        held = "peak memory without what lies on the host" if offloads else "peak memory"
+        found.append(
+            Finding(
+                f"memory-{str(option).replace(' ', '-')}",
+                f"{str(option).capitalize()} brings {held} to {_percent(spread.median)} ({_percent(spread.low)} to "
+                f"{_percent(spread.high)}) and throughput to {_percent(speed.median)} ({_percent(speed.low)} to "
+                f"{_percent(speed.high)}) of those without it, over "
+                f"{_count(len(group), 'paired strategy', 'paired strategies')}.",
+                _ids(group),
+            )
+        )
+    for model, group in state[state["world"] > 1].groupby("model", sort=False):
+        group = group[group["world"] == group["world"].max()]
+        least, most = group.loc[group["state"].idxmin()], group.loc[group["state"].idxmax()]
+        found.append(
+            Finding(
+                f"state-{model}",
+                f"{model} on {least['world']} ranks: parameters, gradients and optimizer take {least['state']:.1f} "
+                f"bytes for each parameter of the model under {least['method']} and {most['state']:.1f} under "
+                f"{most['method']}, on the fullest rank.",
+                _ids(group),
+            )
+        )
+    return found or [_nothing("memory", "recomputing, offloading or multi-rank")]
+
+
+def serving_cost(study: Study) -> list[Finding]:
+    """How strategies serve: latency of prefill and decode, and what is cached."""
+    table = serving.cells(study)
+    best = serving.fastest(table)
+    if best.empty:
+        return [_nothing("serving", "comparable serving")]
+    found = []
+    for phase, word in (("prefill", "time to the first token"), ("decode", "time per output token")):
+        group = best[best["phase"] == phase]
+        if group.empty:
+            continue
+        alone = int((group["strategy"] == "single").sum())
+        found.append(
+            Finding(
+                f"serving-{phase}",
+                f"{phase.capitalize()}: one device has the shortest {word} in {alone} of "
+                f"{_count(len(group), 'case')} of model, context and batch; the fastest strategy is decided (ranges "
+                f"apart) in {int(group['decided'].sum())}.",
+                _ids(group),
+            )
+        )
+    longest = best[best["seq_len"] == best["seq_len"].max()]
+    for _, row in longest[longest["global_batch"] == longest["global_batch"].max()].iterrows():
+        word = "decided" if row["decided"] else "undecided: the ranges overlap"
+        against = "" if pd.isna(row["over_one_device"]) else f", {row['over_one_device']:.2f} of one device's"
+        found.append(
+            Finding(
+                f"serving-{row['phase']}-{row['model']}",
+                f"{row['model']}, {row['phase']}, {row['seq_len']} tokens of context, "
+                f"{_count(row['global_batch'], 'sequence')}: {row['strategy']} is fastest of {row['compared']} with "
+                f"{1e3 * row['latency_s']:,.2f} ms{against} ({word}).",
+                row["run_ids"],
+            )
+        )
+    return found + _cache(study)
+
+
+def _cache(study: Study) -> list[Finding]:
+    """How the cache of a sequence grows with its context."""
+    found = []
+    for model, line in serving.cache_per_sequence(study).groupby("model", sort=False):
+        line = line.sort_values("seq_len")
+        first, last = line.iloc[0], line.iloc[-1]
+        if first["seq_len"] == last["seq_len"]:
+            continue
+        found.append(
+            Finding(
+                f"cache-{model}",
+                f"{model} caches {first['kb']:,.1f} kB for a sequence of {first['seq_len']} tokens of context and "
+                f"{last['kb']:,.1f} kB for one of {last['seq_len']}.",
+                _ids(line),
+            )
+        )
+    return found
+
+
 def hybrids(study: Study) -> list[Finding]:
     """Which hybrid wins, and whether a hybrid wins at all."""
     table = comparison.cells(study)
@@ -230,6 +359,10 @@ def everything(study: Study) -> dict[str, list[Finding]]:
         "engines": engines(study),
         "hybrids": hybrids(study),
         "families": families(study),
+        "schedules": schedules(study),
+        "memory": memory(study),
+        "serving": serving_cost(study),
+        "departures": departures(study),
     }
 
 

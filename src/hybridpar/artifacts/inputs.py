@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pandas as pd
 from hybridpar.artifacts.artifact import Provenance
 
 SIZES = ("toy", "small", "medium", "large")
+FAMILIES = ("transformer", "mamba2", "hybrid", "moe")
 MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "host", "cache")
 
 # Besides the strategy, what two runs must share to be repeats of one another.
@@ -20,21 +22,9 @@ _WORKLOAD = ("seq_len", "global_batch", "micro_batch", "precision")
 COLUMNS = {
     "runs": (
         *("run_id", "outcome", "reason", "testbed", "tier", "model", "family", "strategy", "engine", "world"),
-        *(
-            "dp",
-            "tp",
-            "pp",
-            "cp",
-            "zero",
-            "sp",
-            "schedule",
-            "recompute",
-            "overlap",
-            "seq_len",
-            "global_batch",
-            "micro_batch",
-        ),
-        *("precision", "seed", "repeat", "tokens_per_step", "mfu", "device", "cores"),
+        *("dp", "tp", "pp", "cp", "ep", "zero", "zero_group", "sp", "cp_kind", "schedule", "virtual", "recompute"),
+        *("offload", "overlap", "phase", "seq_len", "global_batch", "micro_batch"),
+        *("precision", "seed", "repeat", "tokens_per_step", "parameters", "mfu", "device", "cores"),
     ),
     "steps": ("run_id", "step", "warmup", "seconds", "loss"),
     "collectives": ("run_id", "op", "group", "group_size", "calls", "bytes", "wire_bytes", "exposed_seconds"),
@@ -52,11 +42,12 @@ class Study:
     """The tables of one study.
 
     runs: one row a run, with `outcome` and `reason`; columns of the RunSpec and of result.json, and `size`, `kind`,
-        `method` (derived here).
+        `method`, `options` (derived here).
     steps: one row a step, with `warmup`: `seconds` (slowest rank), `loss`.
     collectives: one row a run, operation and group, per timed step (mean over ranks).
     memory: one row a run and category, `bytes` (largest rank).
     bench: one row a measured collective; empty when the benchmark was not run.
+    departures: one row a setting with which DeepSpeed trains another model; empty when they were not measured.
     """
 
     name: str
@@ -65,11 +56,22 @@ class Study:
     collectives: pd.DataFrame
     memory: pd.DataFrame
     bench: pd.DataFrame
+    departures: pd.DataFrame
 
     @property
     def finished(self) -> pd.DataFrame:
-        """The runs that ended ok."""
+        """The runs that ended ok, of training and of serving."""
         return self.runs[self.runs["outcome"] == "ok"]
+
+    @property
+    def trained(self) -> pd.DataFrame:
+        """The finished runs of training: what strategies are compared by, unless a question is about serving."""
+        return self.finished[self.finished["phase"] == "train"]
+
+    @property
+    def served(self) -> pd.DataFrame:
+        """The finished runs of serving."""
+        return self.finished[self.finished["phase"] != "train"]
 
     def provenance(self, run_ids: pd.Series | None = None) -> Provenance:
         """Tier, testbed and runs of an artifact made from `run_ids` (all runs when left out)."""
@@ -85,15 +87,20 @@ class Study:
         return Provenance(tier=_listed(self.bench["tier"]), testbed=_listed(self.runs["testbed"]), run_ids=())
 
 
-def load(tables_dir: str | Path, bench_path: str | Path, name: str | None = None) -> Study:
-    """Read the tables of a study and, where it exists, the collective benchmark. `name` is the folder's by default.
+def load(tables_dir: str | Path, bench_dir: str | Path, name: str | None = None) -> Study:
+    """Read the tables of a study and, where they exist, the benchmarks, which are no runs.
+
+    Args:
+        tables_dir: holds the Parquet files of the study.
+        bench_dir: holds collectives.parquet and departures.json.
+        name: of the study; the name of `tables_dir` when left out.
 
     Raises:
         InputError: a table of the study is missing, or lacks a column.
     """
     folder = Path(tables_dir)
     tables = {name: _read(folder / f"{name}.parquet", name) for name in ("runs", "steps", "collectives", "memory")}
-    bench = Path(bench_path)
+    bench, departures = Path(bench_dir, "collectives.parquet"), Path(bench_dir, "departures.json")
     return Study(
         name=name or folder.name,
         runs=_with_derived_columns(tables["runs"]),
@@ -101,7 +108,13 @@ def load(tables_dir: str | Path, bench_path: str | Path, name: str | None = None
         collectives=tables["collectives"],
         memory=tables["memory"],
         bench=_read(bench, "bench") if bench.exists() else pd.DataFrame(columns=list(COLUMNS["bench"])),
+        departures=_read_departures(departures) if departures.exists() else pd.DataFrame(),
     )
+
+
+def _read_departures(path: Path) -> pd.DataFrame:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return pd.DataFrame(content["departures"]).assign(tier=content["tier"])
 
 
 def _read(path: Path, table: str) -> pd.DataFrame:
@@ -120,15 +133,23 @@ def _with_derived_columns(runs: pd.DataFrame) -> pd.DataFrame:
         size=runs["model"].map(size_of),
         kind=[kind_of(row) for row in records],
         method=[method_of(row) for row in records],
+        options=[options_of(row) for row in records],
     )
     return derived.assign(model=_model_labels(runs)).sort_values("run_id", ignore_index=True)
 
 
 def _model_labels(runs: pd.DataFrame) -> pd.Series:
-    """The model's name; with its workload where the study trains one model under several."""
-    variants = runs.groupby("model")[list(_WORKLOAD)].transform("nunique").max(axis=1)
-    text = runs[list(_WORKLOAD)].astype(str).agg(" ".join, axis=1)
-    return runs["model"].where(variants == 1, runs["model"] + " (" + text + ")")
+    """The model's name; with what differs of its workload where the study trains one model under several.
+
+    Serving is compared by its workload anyway, and keeps the plain name.
+    """
+    training = runs[runs["phase"] == "train"]
+    labels = runs["model"].copy()
+    for _, group in training.groupby("model"):
+        differs = [column for column in _WORKLOAD if group[column].nunique() > 1]
+        for column in differs:
+            labels[group.index] += f" {column.replace('_', ' ')} " + group[column].astype(str)
+    return labels
 
 
 def size_of(model: str) -> str:
@@ -143,36 +164,65 @@ def split_axes(run: dict[str, object]) -> list[str]:
 
 
 def kind_of(run: dict[str, object]) -> str:
-    """`one device`, `recompute` (on one device), `data`, `sharded data`, `tensor`, `pipeline`; `hybrid` of several."""
+    """The one axis that a run splits over (a key of style.KIND_COLOURS), `hybrid` of several, `recompute` of none."""
     axes = split_axes(run)
     if len(axes) > 1:
         return "hybrid"
     if not axes:
         return "one device" if run["recompute"] == "none" else "recompute"
-    if axes == ["dp"]:
-        return "sharded data" if run["zero"] else "data"
-    return {"tp": "tensor", "pp": "pipeline", "cp": "context"}[axes[0]]
+    if axes != ["dp"]:
+        return {"tp": "tensor", "pp": "pipeline", "cp": "context"}[axes[0]]
+    if int(str(run["ep"])) > 1:
+        return "expert"
+    return "sharded data" if run["zero"] else "data"
 
 
 def method_of(run: dict[str, object]) -> str:
     """What a strategy is called without its degrees, e.g. `FSDP2 resharding`, `TP+SP`, `DeepSpeed ZeRO-1`."""
-    axes, deepspeed, zero = split_axes(run), run["engine"] == "deepspeed", int(str(run["zero"]))
-    torch_data = ("DDP", "ZeRO-1", "FSDP2 keeping", "FSDP2 resharding")
+    axes, deepspeed = split_axes(run), run["engine"] == "deepspeed"
     names = {
-        "dp": f"ZeRO-{zero}" if deepspeed else torch_data[zero],
+        "dp": _data_method(run),
         "tp": "TP+SP" if run["sp"] else "TP",
-        "pp": f"PP {_SCHEDULES.get(str(run['schedule']), str(run['schedule']))}",
-        "cp": "CP",
+        "pp": f"PP {_SCHEDULES[str(run['schedule'])]}",
+        "cp": f"CP {_CONTEXT[str(run['cp_kind'])]}",
     }
     name = " × ".join(names[axis] for axis in axes) or "one device"
-    if run["recompute"] != "none":
-        name += f" {run['recompute']} recompute"
-    if not run.get("overlap", True):
-        name += " no overlap"
+    if "dp" not in axes and run["zero"]:
+        name = f"{_data_method(run)} × {name}" if axes else _data_method(run)
+    name = f"{name} {options_of(run)}".rstrip()
     return f"DeepSpeed {name}" if deepspeed else name
 
 
-_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+def options_of(run: dict[str, object]) -> str:
+    """What a strategy does besides splitting, e.g. `full recompute`; empty for the usual."""
+    options = [f"{run['recompute']} recompute"] if run["recompute"] != "none" else []
+    options += [f"{run['offload']} offload"] if run["offload"] != "none" else []
+    options += [] if run["overlap"] else ["no overlap"]
+    return " ".join(options)
+
+
+def _data_method(run: dict[str, object]) -> str:
+    zero, ep = int(str(run["zero"])), int(str(run["ep"]))
+    if ep > 1 and not zero:
+        return "EP" if ep == run["dp"] else "DP+EP"
+    if run["engine"] == "deepspeed":
+        name = f"ZeRO-{zero}"
+    elif run["zero_group"]:
+        name = "HSDP" if zero == 3 else "HSDP keeping"
+    else:
+        name = ("DDP", "ZeRO-1", "FSDP2 keeping", "FSDP2 resharding")[zero]
+    return f"{name}+EP" if ep > 1 else name
+
+
+_SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "interleaved",
+    "zero-bubble": "zero-bubble",
+    "zb-v": "ZB-V",
+    "dualpipe-v": "DualPipe-V",
+}
+_CONTEXT = {"ring": "ring", "ulysses": "Ulysses"}
 
 
 def _listed(values: pd.Series) -> str:

@@ -29,9 +29,9 @@ class Number:
     run_ids: tuple[str, ...]
 
 
-def write(tables_dir: Path, bench_path: Path, out_json: Path, study: str | None = None) -> None:
+def write(tables_dir: Path, bench_dir: Path, out_json: Path, study: str | None = None) -> None:
     """Compute all quoted numbers of a study; write `out_json` and, beside it, `macros.tex`."""
-    quoted = collect(inputs.load(tables_dir, bench_path, name=study))
+    quoted = collect(inputs.load(tables_dir, bench_dir, name=study))
     content = {key: asdict(number) for key, number in sorted(quoted.items())}
     write_bytes(out_json, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
     write_bytes(out_json.with_name("macros.tex"), macros(quoted).encode())
@@ -64,14 +64,18 @@ def _counts(study: Study) -> Iterator[tuple[str, Number]]:
         chosen = study.runs.loc[study.runs["outcome"] == kind, "run_id"].astype(str)
         yield f"runs-{kind}", _whole(len(chosen), "runs", tuple(sorted(chosen)))
     yield "steps-timed", _whole(len(comparison.timed_steps(study)), "steps", ok)
+    trained, served = study.trained, study.served
     yield "models", _whole(finished["model"].nunique(), "models", ok)
-    yield "strategies", _whole(finished["strategy"].nunique(), "strategies", ok)
-    repeats = finished["repeat"].nunique()
-    yield "repeats", Number(repeats, "repeats", "once" if repeats == 1 else f"{repeats} times", ok)
-    yield "ranks-list", _listed(finished, "world", ok)
-    yield "model-list", _listed(finished, "model", ok)
+    yield "strategies", _whole(trained["strategy"].nunique(), "strategies", ok)
+    yield "runs-trained", _whole(len(trained), "runs", tuple(sorted(trained["run_id"])))
+    yield "runs-served", _whole(len(served), "runs", tuple(sorted(served["run_id"])))
+    repeats = [int(count) for count in sorted(comparison.cells(study)["runs"].unique())]
+    yield "repeats", Number(max(repeats, default=0), "repeats", _times(repeats), ok)
+    yield "ranks-list", _listed(trained, "world", ok)
+    yield "model-list", _listed(trained, "model", ok)
     for column in ("precision", "seq_len", "global_batch"):
-        yield f"{column.replace('_', '-')}-list", _listed(finished, column, ok)
+        yield f"{column.replace('_', '-')}-list", _listed(trained, column, ok)
+    yield "context-list", _listed(served, "seq_len", ok)
     yield "conditions", Number(None, "", captions.conditions(study), ok)
     yield "testbed", Number(study.provenance().testbed, "", study.provenance().testbed, every)
     yield "tier", Number(study.provenance().tier, "", study.provenance().tier, every)
@@ -105,6 +109,15 @@ def _whole(value: int, unit: str, run_ids: tuple[str, ...]) -> Number:
 def _listed(runs: pd.DataFrame, column: str, run_ids: tuple[str, ...]) -> Number:
     words = [str(value) for value in sorted(runs[column].dropna().unique())] or ["none"]
     return Number(None, "", words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}", run_ids)
+
+
+def _times(repeats: list[int]) -> str:
+    """How often a strategy was run: `once`, `3 times`, `1 to 3 times`."""
+    if not repeats:
+        return "never"
+    if repeats == [1]:
+        return "once"
+    return f"{repeats[0]} times" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]} times"
 
 
 def _percent_or_nothing(share: float | None) -> str:

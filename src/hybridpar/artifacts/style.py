@@ -13,6 +13,7 @@ import seaborn as sns
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 COLUMN_INCHES = 3.4  # width of one column of a two-column A4 page
 FONT_POINTS = 7.5
@@ -51,7 +52,14 @@ KIND_COLOURS: Mapping[str, Any] = {
     "tensor": _PALETTE[1],
     "pipeline": _PALETTE[2],
     "context": _PALETTE[5],
+    "expert": _PALETTE[6],
     "hybrid": _PALETTE[4],
+}
+FAMILY_COLOURS: Mapping[str, Any] = {
+    "transformer": _PALETTE[0],
+    "mamba2": _PALETTE[1],
+    "hybrid": _PALETTE[2],
+    "moe": _PALETTE[4],
 }
 CATEGORY_COLOURS: Mapping[str, Any] = {
     "parameters": _PALETTE[0],
@@ -89,6 +97,34 @@ def trim(axes: Any, panels: int, *, xlabel: str) -> None:
     for panel in axes.flat[max(0, panels - axes.shape[1]) : panels]:
         panel.set_xlabel(xlabel)
         panel.tick_params(labelbottom=True)
+
+
+def log_axis(axis: Any, values: Sequence[float] | None = None) -> None:
+    """A logarithmic axis with plain numbers: at `values` alone when given, else at 1, 2 and 5 of each decade."""
+    if values is None:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    else:
+        axis.set_major_locator(FixedLocator(list(values)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def few_ticks(axis: Any) -> None:
+    """Three numbers at most, for a narrow panel."""
+    axis.set_major_locator(MaxNLocator(2))
+
+
+def name_row(axes: Any, label: str) -> None:
+    """Name the x axis once, under the middle of a row of panels."""
+    count = axes.shape[1]
+    axes[-1, count // 2].set_xlabel(label, x=0.5 if count % 2 else 0.0)
+
+
+def panels(count: int, *, height: float, sharex: bool = False, sharey: bool = False) -> Any:
+    """A canvas for `count` panels of `height` inches: beside one another, or in two columns when they are many."""
+    columns = min(2, count)
+    rows = -(-count // columns)
+    return canvas(rows, columns, height=rows * height, sharex=sharex, sharey=sharey)
 
 
 def legend_below(figure: Figure, handles: Sequence[Any], columns: int = 3) -> None:

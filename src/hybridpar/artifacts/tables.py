@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
-
 import pandas as pd
 
 from hybridpar.artifacts import captions, collective_cost, comparison
 from hybridpar.artifacts.artifact import Column, Missing, TableArtifact
+from hybridpar.artifacts.columns import LABEL, METHOD, MODEL, RANKS, THROUGHPUT, numeric, scientific, text, yes_no
 from hybridpar.artifacts.inputs import Study
 from hybridpar.outcome import OUTCOMES
 
 Listed = TableArtifact | Missing
-
-
-def number(digits: int = 0, scale: float = 1.0) -> Callable[[Any], str]:
-    """Writes a number with `digits` decimals and thousands apart; what does not exist is a dash."""
-
-    def write(value: Any) -> str:
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            return "–"
-        return "∞" if math.isinf(value) else f"{value * scale:,.{digits}f}"
-
-    return write
-
-
-def scientific(value: float) -> str:
-    """Writes a small ratio as a power of ten."""
-    return "0" if value == 0 else f"{value:.1e}"
-
-
-def yes_no(value: Any) -> str:
-    """Writes a truth value."""
-    return "yes" if value else "no"
-
-
-def _numeric(key: str, heading: str, digits: int = 0, scale: float = 1.0) -> Column:
-    return Column(key, heading, number(digits, scale), numeric=True)
-
-
-_MODEL, _RANKS, _METHOD = Column("model", "model"), _numeric("world", "ranks"), Column("method", "strategy")
-_LABEL = Column("strategy", "strategy", captions.short)
-_THROUGHPUT = (
-    _numeric("tokens_per_s", "tokens/s"),
-    _numeric("tokens_low", "min"),
-    _numeric("tokens_high", "max"),
-    _numeric("steps", "n"),
-)
 
 
 def collective_fits(study: Study) -> Listed:
@@ -59,12 +21,12 @@ def collective_fits(study: Study) -> Listed:
         return Missing(name, title, captions.nothing("collective benchmark"))
     columns = (
         Column("op", "operation", captions.operation),
-        _RANKS,
-        _numeric("alpha_us", "α in µs"),
-        _numeric("mb_per_s", "1/β in MB/s"),
-        _numeric("error", "error in %", 0, 100),
-        _numeric("sizes", "sizes"),
-        _numeric("n", "n"),
+        RANKS,
+        numeric("alpha_us", "α in µs"),
+        numeric("mb_per_s", "1/β in MB/s"),
+        numeric("error", "error in %", 0, 100),
+        numeric("sizes", "sizes"),
+        numeric("n", "n"),
     )
     caption = (
         "Time as α + wire bytes · β, fitted to the relative error over all sizes and repeats; error: median of the "
@@ -81,11 +43,11 @@ def wire_bytes(study: Study) -> Listed:
         return Missing(name, title, captions.nothing("collective benchmark"))
     columns = (
         Column("op", "operation", captions.operation),
-        _RANKS,
-        _numeric("factor", "wire/message", 3),
-        _numeric("factor_low", "min", 3),
-        _numeric("factor_high", "max", 3),
-        _numeric("ring", "ring", 3),
+        RANKS,
+        numeric("factor", "wire/message", 3),
+        numeric("factor_low", "min", 3),
+        numeric("factor_high", "max", 3),
+        numeric("ring", "ring", 3),
     )
     caption = (
         "Bytes that one rank sends over the bytes of the message, median and range over sizes, and what the ring "
@@ -110,19 +72,20 @@ def _strategies(study: Study, frame: pd.DataFrame, name: str, title: str, kind: 
     if frame.empty:
         return Missing(name, title, captions.nothing(kind))
     columns = (
-        _MODEL,
-        _RANKS,
-        _METHOD if kind == "single" else _LABEL,
-        *_THROUGHPUT,
-        _numeric("relative", "of best in %", 0, 100),
-        _numeric("peak_mb", "peak MB", 1),
-        _numeric("wire_mb", "wire MB", 2),
-        _numeric("comm_share", "comm. in %", 0, 100),
+        MODEL,
+        RANKS,
+        METHOD if kind == "single" else LABEL,
+        *THROUGHPUT,
+        numeric("relative", "of best in %", 0, 100),
+        numeric("peak_mb", "peak MB", 1),
+        numeric("wire_mb", "wire MB", 2),
+        numeric("comm_share", "comm. in %", 0, 100),
+        numeric("mfu", "MFU in %", 1, 100),
     )
     caption = (
         "Median throughput with the slowest and fastest of n timed steps, share of the fastest strategy on as many "
-        "ranks, peak memory of the largest rank, bytes a rank sends in a step, and share of the step blocked in "
-        f"communication. {captions.conditions(study)}"
+        "ranks, peak memory of the largest rank, bytes a rank sends in a step, share of the step blocked in "
+        f"communication, and utilisation (MFU). {captions.conditions(study)}"
     )
     return TableArtifact(name, title, caption, study.provenance(frame["run_ids"].explode()), frame, columns)
 
@@ -147,12 +110,12 @@ def loss_parity(study: Study) -> Listed:
         .reset_index()
     )
     columns = (
-        _MODEL,
+        MODEL,
         Column("precision", "precision"),
         Column("engine", "engine"),
-        _numeric("strategies", "strategies"),
-        _numeric("runs", "runs"),
-        _numeric("steps", "steps"),
+        numeric("strategies", "strategies"),
+        numeric("runs", "runs"),
+        numeric("steps", "steps"),
         Column("median", "median", scientific, numeric=True),
         Column("largest", "largest", scientific, numeric=True),
         Column("worst", "in", captions.short),
@@ -165,32 +128,6 @@ def loss_parity(study: Study) -> Listed:
     return TableArtifact(name, title, caption, study.provenance(ids), frame, columns)
 
 
-def engines(study: Study) -> Listed:
-    """The same strategy in torch and in DeepSpeed."""
-    name, title = "engines", "DeepSpeed beside torch"
-    frame = comparison.engine_pairs(study)
-    if frame.empty:
-        return Missing(name, title, captions.nothing("paired torch and DeepSpeed"))
-    columns = (
-        _MODEL,
-        _RANKS,
-        Column("method_t", "torch"),
-        Column("method_d", "DeepSpeed"),
-        _numeric("ratio", "speed ratio", 2),
-        _numeric("ratio_low", "min", 2),
-        _numeric("ratio_high", "max", 2),
-        _numeric("peak_mb_t", "torch MB", 1),
-        _numeric("peak_mb_d", "DS MB", 1),
-        _numeric("wire_mb_t", "torch wire MB", 2),
-        _numeric("wire_mb_d", "DS wire MB", 2),
-    )
-    caption = (
-        "Median throughput of DeepSpeed over that of torch for the same strategy, with the extreme ratios of the timed "
-        f"steps; peak memory and bytes sent of each. {captions.conditions(study)}"
-    )
-    return TableArtifact(name, title, caption, study.provenance(frame["run_ids"].explode()), frame, columns)
-
-
 def best_strategies(study: Study) -> Listed:
     """The fastest strategy of each model and number of ranks and its lead."""
     name, title = "best-strategies", "Fastest strategy"
@@ -199,19 +136,21 @@ def best_strategies(study: Study) -> Listed:
     if frame.empty:
         return Missing(name, title, captions.nothing("multi-rank"))
     columns = (
-        _MODEL,
-        _RANKS,
+        MODEL,
+        RANKS,
         Column("strategy", "fastest", captions.short),
-        _numeric("tokens_per_s", "tokens/s"),
-        _numeric("tokens_low", "min"),
-        _numeric("tokens_high", "max"),
+        numeric("tokens_per_s", "tokens/s"),
+        numeric("tokens_low", "min"),
+        numeric("tokens_high", "max"),
+        numeric("mfu", "MFU in %", 1, 100),
         Column("runner_up", "runner-up", captions.short),
-        _numeric("lead", "lead", 2),
+        numeric("lead", "lead", 2),
         Column("decided", "decided", yes_no),
-        _numeric("compared", "of"),
+        numeric("compared", "of"),
     )
     caption = (
-        "Highest median throughput among the strategies compared (of) and its ratio to the runner-up (lead); decided "
+        "Highest median throughput among the strategies compared (of), its utilisation (MFU) and its ratio to the "
+        "runner-up (lead); decided "
         f"where the ranges of the two do not overlap. {captions.conditions(study)}"
     )
     return TableArtifact(name, title, caption, study.provenance(frame["run_ids"].explode()), frame, columns)
@@ -224,7 +163,7 @@ def infeasible(study: Study) -> Listed:
     if runs.empty:
         return Missing(name, title, captions.nothing("infeasible"))
     frame = _grouped(runs, ["model", "strategy", "reason"])
-    columns = (_MODEL, _LABEL, Column("reason", "reason"), _numeric("runs", "runs"))
+    columns = (MODEL, LABEL, Column("reason", "reason"), numeric("runs", "runs"))
     caption = "Strategies of the study's grid that are not legal, with every violated constraint; none was started."
     return TableArtifact(name, title, caption, study.provenance(runs["run_id"]), frame, columns)
 
@@ -237,11 +176,11 @@ def family_rankings(study: Study) -> Listed:
         return Missing(name, title, captions.nothing("paired Transformer and Mamba-2"))
     columns = (
         Column("size", "size"),
-        _RANKS,
-        _numeric("strategies", "strategies"),
-        _numeric("rho", "ρ", 2),
-        _numeric("rho_low", "low", 2),
-        _numeric("rho_high", "high", 2),
+        RANKS,
+        numeric("strategies", "strategies"),
+        numeric("rho", "ρ", 2),
+        numeric("rho_low", "low", 2),
+        numeric("rho_high", "high", 2),
         Column("transformer_winner", "best Transformer", captions.short),
         Column("mamba2_winner", "best Mamba-2", captions.short),
     )
@@ -260,13 +199,13 @@ def family_effects(study: Study) -> Listed:
         return Missing(name, title, captions.nothing("paired Transformer and Mamba-2"))
     columns = (
         Column("size", "size"),
-        _RANKS,
-        _LABEL,
-        _numeric("transformer", "Transformer / best", 2),
-        _numeric("mamba2", "Mamba-2 / best", 2),
-        _numeric("ratio", "ratio", 2),
-        _numeric("ratio_low", "min", 2),
-        _numeric("ratio_high", "max", 2),
+        RANKS,
+        LABEL,
+        numeric("transformer", "Transformer / best", 2),
+        numeric("mamba2", "Mamba-2 / best", 2),
+        numeric("ratio", "ratio", 2),
+        numeric("ratio_low", "min", 2),
+        numeric("ratio_high", "max", 2),
     )
     caption = (
         "Throughput over that of the family's best strategy on as many ranks, and the ratio of the two families with "
@@ -287,8 +226,8 @@ def outcomes(study: Study) -> Listed:
     frame = frame.sort_values(["_position", "runs", "reason"], ascending=[True, False, True]).drop(columns="_position")
     columns = (
         Column("outcome", "outcome"),
-        _numeric("runs", "runs"),
-        Column("reason", "reason", lambda text: text or "–"),
+        numeric("runs", "runs"),
+        Column("reason", "reason", text),
     )
     caption = f"All runs of the study by outcome and reason. Tier: {study.provenance().tier}."
     return TableArtifact(name, title, caption, study.provenance(), frame, columns)
