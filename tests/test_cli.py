@@ -48,6 +48,11 @@ def test_a_legal_spec_is_said_to_be_legal() -> None:
         (("run", SPEC), 2, "--out"),
         (("parity", "--engine", "none"), 2, "--engine none is not legal; legal: torch, deepspeed"),
         (
+            ("departures", "--out", "d.json", "--only", "none-such"),
+            2,
+            "--only none-such names none; names: pipeline clips by stage",
+        ),
+        (
             ("batch", str(ROOT / "data/studies/smoke.yaml"), "--only", "x"),
             2,
             "--only x is not legal; legal: torch-1-000",

@@ -109,9 +109,10 @@ def _outcome(report: ParityReport) -> Mapping[str, Any]:
 
 
 def _last_error(log: str) -> str:
-    """The last exception of a log, in one line."""
+    """The first sentence of the last exception of a log."""
     found = _ERROR.findall(log)
-    return ": ".join(found[-1]) if found else log.strip().splitlines()[-1]
+    last = ": ".join(found[-1]) if found else log.strip().splitlines()[-1]
+    return last.partition(". ")[0]
 
 
 def _trial(

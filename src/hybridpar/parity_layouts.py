@@ -21,6 +21,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 _SGD: Mapping[str, Any] = {"optimizer": "sgd", "learning_rate": 0.1}  # large enough that an update shows
 WORKLOAD: Mapping[str, Any] = {"seq_len": 48, "global_batch": 8, "micro_batch": 1, "steps": 2, "grad_clip": 0.5}
 
+# DeepSpeed deals out whole experts, and its own load-balancing loss departs for two experts a token.
+_FOR_DEEPSPEED: Mapping[str, Mapping[str, Any]] = {"moe": {"experts": 8, "aux_loss": 0.0}}
+
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zb-v", "dualpipe-v")
 _AXES = ("dp", "tp", "pp", "cp")
 
@@ -116,10 +119,19 @@ def generation_layouts(family: str, largest: int = 8) -> list[Layout]:
 
 
 def deepspeed_layouts(family: str, largest: int = 8) -> list[Layout]:
-    """What the second engine offers: ZeRO-0 to 3 over replicas, PipelineModule, and the product."""
+    """What the second engine offers: ZeRO-0 to 3 over replicas, offload, PipelineModule; AutoTP and Ulysses for
+    attention, and experts over replicas."""
     layouts: list[Layout] = [{"dp": n, "zero": zero} for n in (2, 4) for zero in (0, 1, 2, 3)]
+    layouts += [{"dp": 2, "zero": zero, "offload": "optimizer"} for zero in (1, 2, 3)]
+    layouts += [{"dp": 2, "zero": 3, "offload": "parameters"}, {"dp": 2, "zero": 1, "recompute": "full"}]
     layouts += [{"dp": 2, "pp": 2, "zero": 1}, {"dp": 2, "pp": 4, "zero": 1}, {"dp": 4, "pp": 2, "zero": 1}]
     layouts += [{"pp": 2, "dp": 1}, {"pp": 4, "dp": 1}]
+    if family == "transformer":
+        layouts += [{"tp": 2}, {"tp": 4}, *({"tp": 2, "dp": 2, "zero": zero} for zero in (1, 2, 3))]
+        layouts += [{"cp": n, "cp_kind": "ulysses", "zero": zero} for n in (2, 4) for zero in (0, 1, 2, 3)]
+        layouts += [{"cp": 2, "cp_kind": "ulysses", "dp": 2, "zero": zero} for zero in (1, 3)]
+    if family == "moe":
+        layouts += [{"dp": n, "ep": ep, "zero": zero} for n, ep in ((2, 2), (4, 2), (4, 4)) for zero in (0, 1, 2, 3)]
     return [{"engine": "deepspeed", **layout} for layout in layouts if _devices(layout) <= largest]
 
 
@@ -131,8 +143,9 @@ def runs_to_compare(
     if phase == "decode":
         layouts = generation_layouts
     workload = {} if phase == "train" else {"phase": "decode", "steps": 6, "micro_batch": 2}
+    model = _FOR_DEEPSPEED if engine == "deepspeed" else {}
     return [
-        parity_run(family, layout, precision=precision, workload=workload)
+        parity_run(family, layout, precision=precision, model=model.get(family), workload=workload)
         for family in families
         for layout in sorted(layouts(family, largest), key=_devices)
     ]

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridpar.measure.flops import model_flops_per_step
+from hybridpar.measure.flops import decode_flops, model_flops_per_step, prefill_flops
 from hybridpar.models.init import initialise
 from hybridpar.models.lm import LanguageModel
 from hybridpar.models.loss import next_token_loss
@@ -50,11 +50,46 @@ def _counted(run: RunSpec) -> int:
         pytest.param("mamba2-toy", 37, {"ssm_groups": 2, "ssm_state": 24, "ssm_chunk": 8}, id="two groups"),
         pytest.param("hybrid-toy", 50, {}, id="hybrid"),
         pytest.param("mamba2-toy", 48, {"tied_embeddings": True}, id="tied embeddings"),
+        pytest.param("moe-toy", 24, {}, id="experts"),
+        pytest.param("moe-toy", 24, {"experts": 5, "top_k": 1, "shared_experts": 2}, id="shared experts"),
     ],
 )
 def test_the_closed_form_is_the_count(preset: str, seq_len: int, model: dict[str, Any]) -> None:
     run = _run(preset, seq_len, model)
     assert model_flops_per_step(run) == _counted(run)
+
+
+SERVED = (
+    pytest.param("llama-toy", {}, id="transformer"),
+    pytest.param("mamba2-toy", {}, id="mamba2"),
+    pytest.param("hybrid-toy", {}, id="hybrid"),
+    pytest.param("moe-toy", {"shared_experts": 1}, id="moe"),
+)
+
+
+@torch.no_grad()
+def _counted_passes(run: RunSpec, *lengths: int) -> list[int]:
+    """Forwards of successive parts of a sequence with caches, each with the logits of its last token."""
+    model = LanguageModel(run.model)
+    initialise(model, run.model, run.seed)
+    caches, found = model.new_caches(sum(lengths)), []
+    for length in lengths:
+        tokens = torch.zeros(run.workload.global_batch, length, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model.logits(model.hidden_states(tokens, caches)[:, -1:])
+        counts = counter.get_flop_counts()["Global"]
+        found.append(sum(count for op, count in counts.items() if "convolution" not in str(op)))
+    return found
+
+
+@pytest.mark.parametrize("length", [48, 37, 5])
+@pytest.mark.parametrize(("preset", "model"), SERVED)
+def test_the_closed_forms_of_prefill_and_decode_are_the_counts(preset: str, model: dict[str, Any], length: int) -> None:
+    run = _run(preset, 64, model)
+    batch = run.workload.global_batch
+    prefill, *tokens = _counted_passes(run, length, 1, 1)
+    assert prefill == prefill_flops(run.model, batch, length)
+    assert tokens == [decode_flops(run.model, batch, length + 1), decode_flops(run.model, batch, length + 2)]
 
 
 def test_a_single_chunk_counts_the_empty_state_like_any_other() -> None:

@@ -228,7 +228,7 @@ def serving_cost(study: Study) -> list[Finding]:
         group = best[best["phase"] == phase]
         if group.empty:
             continue
-        alone = int((group["strategy"] == "single").sum())
+        alone = int((group["world"] == 1).sum())
         found.append(
             Finding(
                 f"serving-{phase}",

@@ -77,8 +77,8 @@ def cache_per_sequence(study: Study) -> pd.DataFrame:
 def fastest(table: pd.DataFrame) -> pd.DataFrame:
     """The lowest latency of each model, phase, context and batch, of two strategies or more.
 
-    Columns: model, family, phase, seq_len, global_batch, strategy, latency_s, `over_one_device` (its latency over that
-    of one device; nan without one), `decided` (its range is apart from the runner-up's), `compared`, run_ids.
+    Columns: model, family, phase, seq_len, global_batch, strategy, world, latency_s, `over_one_device` (its latency
+    over that of one device; nan without one), `decided` (its range is apart from the runner-up's), `compared`, run_ids.
     """
     rows: list[dict[str, Any]] = []
     keys = ["family", "model", "phase", "seq_len", "global_batch"]
@@ -92,6 +92,7 @@ def fastest(table: pd.DataFrame) -> pd.DataFrame:
             {
                 **dict(zip(keys, key, strict=True)),
                 "strategy": first["strategy"],
+                "world": first["world"],
                 "latency_s": first["latency_s"],
                 "over_one_device": first["latency_s"] / alone.iloc[0] if len(alone) else float("nan"),
                 "decided": bool(first["latency_high"] < second["latency_low"]),
@@ -99,5 +100,5 @@ def fastest(table: pd.DataFrame) -> pd.DataFrame:
                 "run_ids": tuple(sorted({run for ids in group["run_ids"] for run in ids})),
             }
         )
-    columns = [*keys, "strategy", "latency_s", "over_one_device", "decided", "compared", "run_ids"]
+    columns = [*keys, "strategy", "world", "latency_s", "over_one_device", "decided", "compared", "run_ids"]
     return pd.DataFrame(rows, columns=columns)

@@ -88,6 +88,7 @@ class DeepSpeedEngine:
         self._pieces = pieces
         self._gradients: dict[str, Tensor] = {}
         self._gradient_bytes = 0
+        self._optimizer_gradient_bytes = 0  # of its own copies, where it is offloaded
         self._whole_norm = 0.0
         self._keeps_gradients = False
         self._update = engine._take_model_step
@@ -99,14 +100,18 @@ class DeepSpeedEngine:
 
     def parts(self) -> Parts:
         """See `Engine.parts`. Gradients as they were before the last update, which freed them."""
-        gradients = torch.empty(self._gradient_bytes, dtype=torch.uint8, device="meta")
+        offload = self._run.strategy.offload
         held = tuple(_held(p) for p in self._parameters.values())
         own = {tensor.untyped_storage().data_ptr() for tensor in held}
+        optimizer = tuple(t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in own)
+        with_optimizer = (*optimizer, *_placeholder(self._optimizer_gradient_bytes))
+        away = {"none": (), "optimizer": with_optimizer, "parameters": (*held, *with_optimizer)}[offload]
         return Parts(
-            parameters=held,
-            gradients=(gradients,) if self._gradient_bytes else (),
-            optimizer=tuple(t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in own),
+            parameters=() if offload == "parameters" else held,
+            gradients=_placeholder(self._gradient_bytes),
+            optimizer=optimizer if offload == "none" else (),
             buffers=tuple(self._engine.module.buffers()),
+            host=away,
         )
 
     def dense_parameters(self) -> dict[str, Tensor]:
@@ -134,6 +139,9 @@ class DeepSpeedEngine:
 
     def _look_and_update(self, *arguments: Any, **options: Any) -> Any:
         self._gradient_bytes = sum(_bytes(t) for t in self._gradient_tensors())
+        if self._run.strategy.offload != "none":
+            copies = (p for group in self._inner_optimizer.param_groups for p in group["params"])
+            self._optimizer_gradient_bytes = sum(_bytes(p.grad) for p in copies if p.grad is not None)
         if self._run.strategy.zero == 0:
             self._whole_norm = self._norm_of_gradients()
         if self._keeps_gradients:
@@ -156,11 +164,15 @@ class DeepSpeedEngine:
             yield from (tensor for tensor in group or () if tensor is not None)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        inner = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
-        for state in inner.state.values():
+        for state in self._inner_optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-        for group in inner.param_groups:  # ZeRO's own copies of the parameters that a rank updates
+        for group in self._inner_optimizer.param_groups:  # ZeRO's own copies of the parameters that a rank updates
             yield from (p.detach() for p in group["params"])
+
+    @property
+    def _inner_optimizer(self) -> Any:
+        """The one that DeepSpeed wraps."""
+        return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
 
     def _norm(self) -> float:
         """The global norm before clipping; DeepSpeed does not keep it at ZeRO-0, where every rank has all gradients."""
@@ -218,6 +230,11 @@ def _held(parameter: nn.Parameter) -> Tensor:
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _placeholder(size: int) -> tuple[Tensor, ...]:
+    """Stands for bytes that were held and are no more."""
+    return (torch.empty(size, dtype=torch.uint8, device="meta"),) if size else ()
 
 
 def _bytes(tensor: Tensor) -> int:
