@@ -109,6 +109,48 @@ def test_a_run_goes_on_bit_for_bit_and_so_does_another_layout_within_rounding(
         assert moved == pytest.approx(whole[_KEPT:], rel=1e-12)
 
 
+DEEPSPEED: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
+    "stages": ("mamba2", {}, [*({"dp": 2, "zero": zero} for zero in (0, 1, 2, 3))]),
+    "offload": (
+        "transformer",
+        {},
+        [
+            {"dp": 2, "zero": 2, "offload": "optimizer"},
+            {"dp": 2, "zero": 3, "offload": "parameters"},
+            {"cp": 2, "cp_kind": "ulysses", "zero": 1},
+        ],
+    ),
+    "pieces": ("transformer", {}, [{"tp": 4}, {"dp": 2, "pp": 2, "zero": 1}, {"dp": 2, "tp": 2, "zero": 3}]),
+    "experts": ("moe", {"experts": 4, "aux_loss": 0.0}, [{"dp": 2, "ep": 2, "zero": 1}, {"dp": 2, "ep": 2, "zero": 2}]),
+}
+
+
+@pytest.mark.parametrize("chain", DEEPSPEED.values(), ids=DEEPSPEED)
+def test_deepspeed_goes_on_bit_for_bit_and_either_engine_from_the_others_checkpoint(
+    chain: tuple[str, dict[str, Any], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    preload(deepspeed=True)
+    family, model, layouts = chain
+    adamw = {"optimizer": "adamw", "learning_rate": 1e-3}
+
+    def of(layout: dict[str, Any]) -> RunSpec:
+        return parity_run(family, layout, precision="fp32", model={**model, "layers": 2}, workload=adamw)
+
+    torchs = of({"dp": 2})
+    for number, layout in enumerate(layouts):
+        here, run = tmp_path / str(number), of({"engine": "deepspeed", **layout})
+        whole = _losses(run, here / "whole", range(_STEPS))
+        first = _losses(run, here / "first", range(_KEPT), save=here / "kept")
+        kept = latest(here / "kept")
+        assert kept is not None
+        assert first + _losses(run, here / "again", range(_KEPT, _STEPS), load=kept) == whole
+        moved = _losses(torchs, here / "to torch", range(_KEPT, _STEPS), load=kept)
+        assert moved == pytest.approx(whole[_KEPT:], rel=1e-5)
+        _losses(torchs, here / "torch", range(_KEPT), save=here / "torch kept")
+        back = _losses(run, here / "from torch", range(_KEPT, _STEPS), load=latest(here / "torch kept"))
+        assert back == pytest.approx(whole[_KEPT:], rel=1e-5)
+
+
 def test_a_kill_while_saving_leaves_the_last_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = parity_run("transformer", {"dp": 2}, model={"layers": 1})
     first = _losses(run, tmp_path / "first", range(2), save=tmp_path)

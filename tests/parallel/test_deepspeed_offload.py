@@ -38,9 +38,8 @@ def test_parameters_in_host_memory_take_their_optimizer_with_them() -> None:
     assert zero["offload_param"] == zero["offload_optimizer"] == {"device": "cpu"}
 
 
-# Two moments and a copy of each parameter; on a CPU in fp32, the copies of ZeRO-3 are its shards themselves.
-@pytest.mark.parametrize(("zero", "numbers_each"), [(1, 3), (2, 3), (3, 2)])
-def test_moments_and_copies_are_counted_as_the_hosts(tmp_path: Path, zero: int, numbers_each: int) -> None:
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_moments_and_copies_are_counted_as_the_hosts(tmp_path: Path, zero: int) -> None:
     run = _run(zero=zero, offload="optimizer")
     run = run.model_copy(update={"workload": run.workload.model_copy(update={"optimizer": "adamw"})})
     preload(deepspeed=True)
@@ -58,4 +57,4 @@ def test_moments_and_copies_are_counted_as_the_hosts(tmp_path: Path, zero: int, 
     parameters = sum(rank[0] for rank in ranks) // (1 if zero == 3 else 2)
     assert [optimizer for _, optimizer, _ in ranks] == [0, 0]
     held = sum(host for _, _, host in ranks)
-    assert held == pytest.approx(numbers_each * parameters, abs=64)  # partitions are padded
+    assert held == pytest.approx(3 * parameters, abs=64)  # partitions are padded

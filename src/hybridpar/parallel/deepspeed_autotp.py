@@ -42,7 +42,7 @@ def tensor_groups(tp: int) -> ModuleType:
 def pieces_of_autotp(lm: nn.Module, group: dist.ProcessGroup) -> Pieces:
     """Which parameters AutoTP has cut, and how they are gathered."""
     cut = {name: p for name, p in lm.named_parameters() if getattr(p, "tensor_model_parallel", False)}
-    return Pieces(group, frozenset(cut), partial(_gather, cut))
+    return Pieces(group, frozenset(cut), partial(_gather, cut), partial(_cut, cut))
 
 
 def _gather(cut: dict[str, nn.Parameter], held: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -53,4 +53,15 @@ def _whole(parameter: nn.Parameter, piece: Tensor) -> Tensor:
     """AutoTP's own gathering, which changes the tensors of the list that it is given."""
     tensors = [nn.Parameter(piece.detach().clone())]
     parameter.gather_params(tensors)  # type: ignore[attr-defined]
+    return tensors[0].detach()
+
+
+def _cut(cut: dict[str, nn.Parameter], dense: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _piece(cut[name], tensor) if name in cut else tensor for name, tensor in dense.items()}
+
+
+def _piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    """AutoTP's own cutting, which changes the tensors of the list that it is given."""
+    tensors = [nn.Parameter(whole.detach().clone())]
+    parameter._tp_partition(tensors)  # type: ignore[attr-defined]
     return tensors[0].detach()

@@ -7,23 +7,27 @@ update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridpar.checkpoints import PastStep
 from hybridpar.comm.metered import meter
 from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.mesh import Coordinate
 from hybridpar.models.lm import LanguageModel
 from hybridpar.models.loss import next_token_loss
+from hybridpar.parallel import checkpoint
 from hybridpar.parallel.deepspeed_autotp import pieces_of_autotp, split_heads, tensor_groups
 from hybridpar.parallel.deepspeed_config import deepspeed_config
 from hybridpar.parallel.deepspeed_moe import deal_experts, parameter_groups, pieces_of_experts
 from hybridpar.parallel.deepspeed_pieces import Pieces
 from hybridpar.parallel.deepspeed_start import adopt_process_group, initialize
+from hybridpar.parallel.deepspeed_state import STEP, ZeroState
 from hybridpar.parallel.deepspeed_ulysses import loss_scale, sequence_groups, split_sequences
 from hybridpar.parallel.engine import Engine, Parts, StepResult
 from hybridpar.parallel.experts import moe_layers
@@ -91,6 +95,7 @@ class DeepSpeedEngine:
         self._optimizer_gradient_bytes = 0  # of its own copies, where it is offloaded
         self._whole_norm = 0.0
         self._keeps_gradients = False
+        self._state = ZeroState(engine, self._parameters, run.strategy.zero, moments=run.workload.optimizer == "adamw")
         self._update = engine._take_model_step
         engine._take_model_step = self._look_and_update
 
@@ -103,7 +108,7 @@ class DeepSpeedEngine:
         offload = self._run.strategy.offload
         held = tuple(_held(p) for p in self._parameters.values())
         own = {tensor.untyped_storage().data_ptr() for tensor in held}
-        optimizer = tuple(t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in own)
+        optimizer = tuple(t for t in self._state.kept() if t.untyped_storage().data_ptr() not in own)
         with_optimizer = (*optimizer, *_placeholder(self._optimizer_gradient_bytes))
         away = {"none": (), "optimizer": with_optimizer, "parameters": (*held, *with_optimizer)}[offload]
         return Parts(
@@ -116,13 +121,8 @@ class DeepSpeedEngine:
 
     def dense_parameters(self) -> dict[str, Tensor]:
         """See `Engine.dense_parameters`."""
-        from deepspeed.runtime.zero import GatheredParameters
-
-        with (
-            meter().paused(),
-            GatheredParameters(list(self._parameters.values()), enabled=self._run.strategy.zero == 3),
-        ):
-            return self._whole({name: p.detach().clone() for name, p in self._parameters.items()})
+        with meter().paused():
+            return self._whole(self._state.parameters())
 
     def dense_gradients(self) -> dict[str, Tensor]:
         """See `Engine.dense_gradients`.
@@ -137,11 +137,42 @@ class DeepSpeedEngine:
         with meter().paused():
             return self._whole({name: grad * scale for name, grad in self._gradients.items()})
 
+    def save(self, folder: Path, step: int, past: Sequence[PastStep]) -> Path:
+        """See `Resumable.save`."""
+        return checkpoint.save(folder, self._run, self._mesh, self._shards(), step, past)
+
+    def load(self, path: Path) -> int:
+        """See `Resumable.load`."""
+        shards = self._shards()
+        step = checkpoint.load(path, self._run, shards)
+        by_kind: dict[str, dict[str, Tensor]] = {}
+        for key, shard in shards.items():
+            kind, _, name = key.partition(".")
+            by_kind.setdefault(kind, {})[name] = shard.tensor
+        steps = next(iter(by_kind.pop(STEP, {}).values()), torch.zeros(()))
+        cut = self._pieces.cut if self._pieces else dict[str, Tensor]
+        parameters = cut(by_kind.pop("parameter"))
+        with meter().paused():
+            self._state.set(parameters, {kind: cut(values) for kind, values in by_kind.items()}, steps)
+        return step
+
+    def _shards(self) -> dict[str, checkpoint.Shard]:
+        """Whole tensors of parameters and optimizer state, by dense name. Collective."""
+        state, found = self._state, {}
+        with meter().paused():
+            kinds = {"parameter": self._whole(state.parameters())}
+            kinds |= {kind: self._whole(state.moments(kind)) for kind in state.kinds}
+            if state.kinds:
+                kinds[STEP] = {name: state.steps().clone() for name in kinds["parameter"]}
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                found[f"{kind}.{name}"] = checkpoint.Shard(tensor.contiguous(), (0,) * tensor.dim(), tensor.shape)
+        return found
+
     def _look_and_update(self, *arguments: Any, **options: Any) -> Any:
         self._gradient_bytes = sum(_bytes(t) for t in self._gradient_tensors())
         if self._run.strategy.offload != "none":
-            copies = (p for group in self._inner_optimizer.param_groups for p in group["params"])
-            self._optimizer_gradient_bytes = sum(_bytes(p.grad) for p in copies if p.grad is not None)
+            self._optimizer_gradient_bytes = sum(_bytes(p.grad) for p in self._state.updated() if p.grad is not None)
         if self._run.strategy.zero == 0:
             self._whole_norm = self._norm_of_gradients()
         if self._keeps_gradients:
@@ -162,17 +193,6 @@ class DeepSpeedEngine:
         partitions = getattr(self._engine.optimizer, "averaged_gradients", {})
         for group in partitions.values():
             yield from (tensor for tensor in group or () if tensor is not None)
-
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        for state in self._inner_optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-        for group in self._inner_optimizer.param_groups:  # ZeRO's own copies of the parameters that a rank updates
-            yield from (p.detach() for p in group["params"])
-
-    @property
-    def _inner_optimizer(self) -> Any:
-        """The one that DeepSpeed wraps."""
-        return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
 
     def _norm(self) -> float:
         """The global norm before clipping; DeepSpeed does not keep it at ZeRO-0, where every rank has all gradients."""

@@ -93,7 +93,17 @@ def pieces_of_experts(lm: nn.Module, ep: int) -> Pieces:
                 whole[name.replace(_GATE, ".router.weight")] = tensor
         return whole | {name: _all_experts(own, group) for name, own in stacks.items()}
 
-    return Pieces(group, frozenset(name for name in names if _EXPERT.fullmatch(name)), assemble)
+    def cut(dense: dict[str, Tensor]) -> dict[str, Tensor]:
+        held = {}
+        for name in names:
+            if found := _EXPERT.fullmatch(name):
+                experts = dense[f"{found['layer']}.experts.{found['leaf']}"].chunk(group.size())[group.rank()]
+                held[name] = experts[int(found["index"])]
+            else:
+                held[name] = dense[name.replace(_GATE, ".router.weight")]
+        return held
+
+    return Pieces(group, frozenset(name for name in names if _EXPERT.fullmatch(name)), assemble, cut)
 
 
 def _all_experts(own: dict[int, Tensor], group: dist.ProcessGroup) -> Tensor:

@@ -79,4 +79,9 @@ def _pieces(parameters: Iterable[str], group: dist.ProcessGroup) -> Pieces:
         dist.all_gather_object(stages, {name: tensor.cpu() for name, tensor in held.items()}, group=group)
         return {name: tensor for stage in stages for name, tensor in stage.items()}
 
-    return Pieces(group, frozenset(parameters), assemble)
+    names = frozenset(parameters)
+
+    def cut(dense: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: dense[name] for name in names}
+
+    return Pieces(group, names, assemble, cut)
