@@ -30,7 +30,7 @@ def _storage(run: RunSpec) -> Iterator[Violation]:
     strategy = run.strategy
     for name in ("checkpoint_every", "start_from"):
         value = getattr(run.workload, name)
-        if value and run.workload.precision != "fp32":
+        if value and run.workload.precision == "bf16":
             reason = "DeepSpeed keeps parameters in two formats, of which a checkpoint has one"
             yield Violation(f"workload.{name}", value, reason, "left out, or precision of fp32")
     if strategy.recompute == "selective":
