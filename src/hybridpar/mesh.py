@@ -7,6 +7,7 @@ ep is no axis of its own: it splits dp into dp/ep blocks of ep neighbouring repl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -87,6 +88,11 @@ class RankGrid:
             for group in self.groups(axis, *others)
             for place in range(size)
         )
+
+    def label(self, ranks: Sequence[int]) -> str:
+        """The axes along which the ranks differ, e.g. "tp" or "dp+tp"."""
+        places = [self.coordinate(rank) for rank in ranks]
+        return "+".join(axis for axis in AXES if len({getattr(place, axis) for place in places}) > 1)
 
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """The group along `axes` that holds `rank`."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridpar.comm.metered import CommRow, Meter, axis_label, meter
+from hybridpar.comm.metered import CommRow, Meter, meter
 from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.mesh import RankGrid
 from hybridpar.specs import Strategy
@@ -108,7 +108,7 @@ def test_rows_tell_groups_apart() -> None:
     ],
 )
 def test_a_group_is_named_by_the_axes_on_which_its_ranks_differ(ranks: tuple[int, ...], label: str) -> None:
-    assert axis_label(RankGrid(pp=2, dp=2, cp=1, tp=2), ranks) == label
+    assert RankGrid(pp=2, dp=2, cp=1, tp=2).label(ranks) == label
 
 
 def test_paused_traffic_and_drained_traffic_do_not_count() -> None:

@@ -28,7 +28,7 @@ def test_every_call_of_a_rule_is_one_the_command_line_takes() -> None:
     group = typer.main.get_command(app)
     calls = _calls()
     assert {command for command, _ in calls} == {
-        *("corpus", "batch", "collectives", "tables", "notebook", "numbers", "paper", "report")
+        *("corpus", "batch", "collectives", "departures", "tables", "notebook", "numbers", "paper", "report")
     }
     for command, options in calls:
         parameters = group.commands[command].params

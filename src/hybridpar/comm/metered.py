@@ -46,7 +46,7 @@ from torch._C._distributed_c10d import (
 )
 
 from hybridpar.comm.wire import wire_bytes
-from hybridpar.mesh import AXES, RankGrid
+from hybridpar.mesh import RankGrid
 
 
 @dataclass(frozen=True)
@@ -129,16 +129,8 @@ class Meter:
 
     def _labelled(self, ranks: tuple[int, ...]) -> tuple[str, int]:
         if ranks not in self._labels:
-            self._labels[ranks] = (axis_label(self._grid, ranks), len(ranks))
+            self._labels[ranks] = ("world" if self._grid is None else self._grid.label(ranks), len(ranks))
         return self._labels[ranks]
-
-
-def axis_label(grid: RankGrid | None, ranks: Sequence[int]) -> str:
-    """The axes along which the ranks differ, e.g. "tp" or "dp+tp"; "world" without a grid."""
-    if grid is None:
-        return "world"
-    places = [grid.coordinate(rank) for rank in ranks]
-    return "+".join(axis for axis in AXES if len({getattr(place, axis) for place in places}) > 1)
 
 
 def _row(op: str, group: str, ranks: int, calls: Sequence[_Call]) -> CommRow:
