@@ -47,6 +47,9 @@ def test_a_legal_spec_is_said_to_be_legal() -> None:
         (("study", "missing.yaml"), 1, "missing.yaml cannot be read"),
         (("run", SPEC), 2, "--out"),
         (("parity", "--engine", "none"), 2, "--engine none is not legal; legal: torch, deepspeed"),
+        (("departures", "--out", str(ROOT)), 2, "is a folder; legal: a file"),
+        (("departures", "--out", "/proc/none/d.json"), 2, "--out /proc/none/d.json cannot be written"),
+        (("collectives", "--out", "/proc/none/c.parquet"), 2, "--out /proc/none/c.parquet cannot be written"),
         (
             ("departures", "--out", "d.json", "--only", "none-such"),
             2,

@@ -173,6 +173,19 @@ def _write_json(path: Path, content: Any) -> None:
     temporary.replace(path)
 
 
+def _must_be_writable(path: Path) -> None:
+    """Before minutes of work that would be lost."""
+    if path.is_dir():
+        _fail([f"--out {path} is a folder; legal: a file"], 2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(f"{path.name}.{os.getpid()}.part")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        _fail([f"--out {path} cannot be written: {error.strerror or error}"], 2)
+
+
 @app.command()
 def study(path: StudyArgument) -> None:
     """List the runs of a study, with the reason for each that is illegal."""
@@ -313,6 +326,8 @@ def parity(
     _must_be_one_of("--phase", [phase], ["train", "decode"])
     _must_be_one_of("--family", family or [], MODELS)
     rows: list[dict[str, Any]] = []
+    if out:
+        _must_be_writable(out)
     with _one_sentence_per_fault():
         runs = runs_to_compare(family or list(MODELS), engine, phase, precision=precision, largest=devices)
         preload(deepspeed=engine == "deepspeed")
@@ -370,6 +385,7 @@ def collectives(
     from hybridpar.launch.forked import preload
     from hybridpar.measure.collective_bench import bench
 
+    _must_be_writable(out)
     with _one_sentence_per_fault():
         preload()
         rows = []
@@ -396,6 +412,7 @@ def departures(
     chosen = [one for one in known() if not only or any(part in one.name for part in only)]
     if not chosen:
         _fail([f"--only {only[0] if only else ''} names none; names: {', '.join(one.name for one in known())}"], 2)
+    _must_be_writable(out)
     rows: list[dict[str, Any]] = []
     with _one_sentence_per_fault():
         parity = Parity()

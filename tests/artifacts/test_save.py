@@ -91,6 +91,34 @@ def test_a_missing_column_is_named(small_paths: tuple[Path, Path], tmp_path: Pat
         load(tmp_path, small_paths[1])
 
 
+def test_a_table_that_is_none_is_named(small_paths: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "collectives.parquet").write_text("garbage")
+    with pytest.raises(InputError, match=r"collectives\.parquet is no Parquet table"):
+        load(small_paths[0], tmp_path)
+
+
 def test_missing_tables_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"runs\.parquet does not exist"):
         load(tmp_path, tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("garbage", "holds no departures"),
+        ("[]", "holds no departures"),
+        ('{"tier": "measured"}', "holds no departures"),
+        ('{"tier": "measured", "departures": [{"name": "x"}]}', "has no column setting"),
+    ],
+)
+def test_departures_that_cannot_be_read_are_named(
+    content: str, sentence: str, small_paths: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "departures.json").write_text(content)
+    with pytest.raises(InputError, match=rf"departures\.json {sentence}"):
+        load(small_paths[0], tmp_path)
+
+
+def test_no_departures_are_none_that_were_measured(small_paths: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "departures.json").write_text('{"tier": "measured", "departures": []}')
+    assert load(small_paths[0], tmp_path).departures.empty

@@ -57,10 +57,10 @@ def engine_ratios(study: Study) -> FigureArtifact | Missing:
         axes[0, 1].plot(
             group["peak_mb_d"] / group["peak_mb_t"], y, color=colour, marker=marker, linestyle="", markersize=3
         )
-    for panel, label in zip(axes.flat, ("speed ratio", "memory ratio"), strict=True):
+    for panel, label in zip(axes.flat, ("speed", "memory"), strict=True):
         panel.axvline(1, color="0.6", linewidth=0.6, linestyle="--")
         panel.set(xlabel=label, ylim=(len(rows) - 0.5, -0.5))
-        panel.set_xlim(left=0)
+        panel.set_xlim(0, 1.1 * max(1.0, panel.dataLim.x1))
     axes[0, 0].set_yticks(range(len(rows)), rows)
     handles = [
         Line2D([], [], color=style.FAMILY_COLOURS[family], marker=style.MARKERS[n], linestyle="", label=family)

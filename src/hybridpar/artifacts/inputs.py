@@ -33,6 +33,13 @@ COLUMNS = {
 }
 
 
+_DEPARTURE = (
+    *("name", "setting", "differs", "right", "reproduced"),
+    *(f"{side}_{what}" for side in ("departing", "correct") for what in ("verdict", "reason")),
+    *(f"{side}_{kind}" for side in ("departing", "correct") for kind in ("loss", "grad_norm", "gradient", "parameter")),
+)
+
+
 class InputError(ValueError):
     """A table or a column is not there; the message names the file and what makes it."""
 
@@ -113,14 +120,24 @@ def load(tables_dir: str | Path, bench_dir: str | Path, name: str | None = None)
 
 
 def _read_departures(path: Path) -> pd.DataFrame:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return pd.DataFrame(content["departures"]).assign(tier=content["tier"])
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = pd.DataFrame(content["departures"]).assign(tier=content["tier"])
+    except (ValueError, TypeError, KeyError):
+        raise InputError(f"{path} holds no departures; hybridpar departures writes it") from None
+    lacking = [column for column in _DEPARTURE if len(rows) and column not in rows]
+    if lacking:
+        raise InputError(f"{path} has no column {', '.join(lacking)}; write it anew with this version")
+    return rows
 
 
 def _read(path: Path, table: str) -> pd.DataFrame:
     if not path.exists():
         raise InputError(f"{path} does not exist; the workflow's table rule writes it from the run folders")
-    frame = pd.read_parquet(path)
+    try:
+        frame = pd.read_parquet(path)
+    except (ValueError, OSError):  # pyarrow's errors are of these kinds
+        raise InputError(f"{path} is no Parquet table; write it anew") from None
     lacking = [column for column in COLUMNS[table] if column not in frame]
     if lacking:
         raise InputError(f"{path} has no column {', '.join(lacking)}; write it anew with this version")
