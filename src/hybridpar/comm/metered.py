@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import (
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    FakeProcessGroup,
     GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
@@ -426,7 +427,13 @@ def _metered_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Met
     return MeteredGroup(dist.ProcessGroupNCCL(store, rank, size, options), rank, size, honest_reduce_scatter=False)
 
 
-GLOO, NCCL = "metered-gloo", "metered-nccl"
+def _metered_fake(_store: Store, rank: int, size: int, _timeout: timedelta) -> MeteredGroup:
+    """Nobody is at the other end: every call is complete at once, and its result is whatever was there."""
+    inner = FakeProcessGroup._create_internal(rank, size, FakeProcessGroup.Options())
+    return MeteredGroup(inner, rank, size, honest_reduce_scatter=False)
+
+
+GLOO, NCCL, FAKE = "metered-gloo", "metered-nccl", "metered-fake"
 
 
 def register() -> None:
@@ -434,3 +441,4 @@ def register() -> None:
     if not hasattr(dist.Backend, GLOO.upper()):
         dist.Backend.register_backend(GLOO, _metered_gloo, devices=["cpu"])
         dist.Backend.register_backend(NCCL, _metered_nccl, devices=["cuda"])
+        dist.Backend.register_backend(FAKE, _metered_fake, devices=["cpu"])

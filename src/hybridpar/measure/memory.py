@@ -45,8 +45,13 @@ class HeldBytes:
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages under these tensors, each storage once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+    storages = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.numel()}
     return sum(storages.values())
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Names the storage under a tensor as long as it is alive, also a fake one, which has no address."""
+    return tensor.untyped_storage()._cdata
 
 
 class _Saved:
@@ -61,25 +66,30 @@ class _Saved:
         self._ledger.release(self._key)
 
 
+Note = Callable[[int, bool], None]
+
+
 class _Ledger:
     """Storages alive, with how often each is held, and the largest sum seen. Autograd may let go in its threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Note | None) -> None:
         self._lock = threading.RLock()  # letting go may interrupt holding, in one thread
+        self._note = note
         self.peak = 0
         self._live = 0
         self._holders: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
 
     def hold(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
+        key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
         with self._lock:
             self._holders[key] += 1
             if self._holders[key] == 1:
-                self._sizes[key] = storage.nbytes()
-                self._live += storage.nbytes()
+                self._sizes[key] = size
+                self._live += size
                 self.peak = max(self.peak, self._live)
+                if self._note is not None:
+                    self._note(key, True)
         return key
 
     def release(self, key: int) -> None:
@@ -88,6 +98,8 @@ class _Ledger:
             if not self._holders[key]:
                 del self._holders[key]
                 self._live -= self._sizes.pop(key)
+                if self._note is not None:
+                    self._note(key, False)
 
 
 class MemoryAccountant:
@@ -95,11 +107,12 @@ class MemoryAccountant:
 
     Args:
         parts: tells what the rank holds between steps (`Engine.parts`).
+        note: told the key of each storage that begins (True) or ceases (False) to be held for the backward pass.
     """
 
-    def __init__(self, parts: Callable[[], Parts]) -> None:
+    def __init__(self, parts: Callable[[], Parts], note: Note | None = None) -> None:
         self._parts = parts
-        self._activations = _Ledger()
+        self._activations = _Ledger(note)
         self._gathered: dict[int, StorageWeakRef] = {}
         self._gathered_peak = 0
         self._resident: frozenset[int] = frozenset()
@@ -107,7 +120,7 @@ class MemoryAccountant:
         self._after: Parts | None = None
 
     def __enter__(self) -> MemoryAccountant:
-        self._resident = frozenset(t.untyped_storage().data_ptr() for t in self._parts().parameters)
+        self._resident = frozenset(storage_key(t) for t in self._parts().parameters)
         self._watching.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
         self._watching.enter_context(_recomputation_told_to(self._note_recomputed))
         self._watching.callback(register_module_forward_hook(self._note_parameters).remove)
@@ -148,7 +161,7 @@ class MemoryAccountant:
         return isinstance(base, nn.Parameter) or self._is_resident(tensor)
 
     def _is_resident(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._resident
+        return storage_key(tensor) in self._resident
 
     def _note_parameters(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         """After a module's forward its parameters are whole, before a layout that gathered them lets go of them."""

@@ -12,7 +12,7 @@ Symbols: b sequences, S tokens each, T = b*S, d hidden, f ffn_hidden of one expe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,10 @@ class Experts(nn.Module):
         self.w_up = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
         self.w_down = nn.Parameter(torch.empty(experts, hidden, ffn_hidden))
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Tokens sorted by expert (R, d), the first counts[0] of them for the first expert -> (R, d)."""
         weights = zip(self.w_gate.unbind(), self.w_up.unbind(), self.w_down.unbind(), strict=True)
-        parts = x.split(counts.tolist())
+        parts = x.split(list(counts))
         # An expert without tokens takes part all the same, so that every parameter has a gradient on every rank.
         return torch.cat(
             [
@@ -122,8 +122,8 @@ class MoE(nn.Module):
         kept = routing.kept.flatten()
         expert = routing.expert.flatten().masked_fill(~kept, self.router.out_features)  # after all others
         order = expert.argsort(stable=True)
-        counts = torch.bincount(expert, minlength=self.router.out_features + 1)[:-1]
-        sent = order[: int(counts.sum())]
+        counts = tally(expert, self.router.out_features)
+        sent = order[: sum(counts)]
         answers = self.experts(x[sent // self.top_k], counts)
         # Back to the order of the tokens by a gather, whose sums have one order whatever the layout.
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
@@ -136,7 +136,8 @@ class MoE(nn.Module):
     def balance(self, probability: Tensor, routing: Routing) -> Tensor:
         """E * sum_e f_e P_e: f_e share of places that chose e, P_e mean probability of e; 1 when even."""
         experts = probability.shape[-1]
-        chosen = torch.bincount(routing.expert.flatten(), minlength=experts).to(probability.dtype)
+        ones = torch.ones_like(routing.expert.flatten(), dtype=probability.dtype)
+        chosen = ones.new_zeros(experts).index_add_(0, routing.expert.flatten(), ones)
         share = self.mean_over_tokens(chosen / routing.expert.numel())
         return experts * (share * self.mean_over_tokens(probability.flatten(0, 1).mean(0))).sum()
 
@@ -147,6 +148,11 @@ class MoE(nn.Module):
         capacity = math.ceil(self.capacity_factor * whole * top_k / experts)
         wanted = functional.one_hot(expert.transpose(1, 2), experts)  # (b, k, S, E)
         return (self.places_before(wanted) * wanted).sum(-1).transpose(1, 2) < capacity
+
+
+def tally(expert: Tensor, experts: int) -> list[int]:
+    """How many of the choices (R,) fell on each expert; a choice of expert number `experts` is none."""
+    return torch.bincount(expert, minlength=experts + 1)[:-1].tolist()
 
 
 def first_places(wanted: Tensor) -> Tensor:

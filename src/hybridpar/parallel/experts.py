@@ -7,7 +7,8 @@ Symbols: R tokens (counted once a choice), d hidden, E experts, n ranks of the e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -37,18 +38,39 @@ def moe_layers(lm: LanguageModel) -> list[MoE]:
 
 
 def _answers_from_owners(
-    local: Callable[[Tensor, Tensor], Tensor], owned: list[int], group: dist.ProcessGroup, x: Tensor, counts: Tensor
+    local: Callable[[Tensor, Sequence[int]], Tensor],
+    owned: Sequence[int],
+    group: dist.ProcessGroup,
+    x: Tensor,
+    counts: Sequence[int],
 ) -> Tensor:
-    """Tokens sorted by expert (R, d), counts (E,) -> their experts' answers (R, d)."""
-    mine = owned[group.rank()]
-    arriving = counts.new_empty(group.size() * mine)
-    dist.all_to_all_single(arriving, counts.contiguous(), [mine] * group.size(), owned, group=group)
-    arriving = arriving.view(group.size(), mine)  # from whom, for which of this rank's experts
-    sent = [int(part.sum()) for part in counts.split(owned)]
-    received = arriving.sum(1).tolist()
+    """Tokens sorted by expert (R, d), how many for each of the E experts -> their experts' answers (R, d)."""
+    arriving = exchanged_counts(counts, owned, group, x.device)
+    sent = [sum(part) for part in _split(counts, owned)]
+    received = [sum(part) for part in arriving]
     visitors = exchanged(x, group, sent, received)
-    expert = torch.arange(mine, device=x.device).repeat(group.size()).repeat_interleave(arriving.flatten())
-    order = expert.argsort(stable=True)
+    runs = [torch.full((count,), index, device=x.device) for part in arriving for index, count in enumerate(part)]
+    order = torch.cat(runs).argsort(stable=True)
     home = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))
-    answers = local(visitors[order], arriving.sum(0))[home]
+    answers = local(visitors[order], [sum(column) for column in zip(*arriving, strict=True)])[home]
     return exchanged(answers, group, received, sent)
+
+
+def exchanged_counts(
+    counts: Sequence[int], owned: Sequence[int], group: dist.ProcessGroup, device: torch.device
+) -> list[list[int]]:
+    """How many tokens arrive from each rank for each of this rank's experts, as must be known before they come."""
+    mine, leaving = owned[group.rank()], torch.tensor(counts, device=device)
+    arriving = leaving.new_empty(group.size() * mine)
+    dist.all_to_all_single(arriving, leaving, [mine] * group.size(), list(owned), group=group)
+    return read_counts(arriving.view(group.size(), mine), counts, owned, group.rank())
+
+
+def read_counts(arriving: Tensor, counts: Sequence[int], owned: Sequence[int], rank: int) -> list[list[int]]:
+    """From the device; what this rank sends, and to whom, is given beside, for whoever must guess what arrives."""
+    return arriving.tolist()
+
+
+def _split(values: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
+    ends = list(itertools.accumulate(sizes))
+    return [values[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.parallel.pipeline import holds_several_stages
@@ -65,6 +66,10 @@ class Replicas:
 
     def mesh(self) -> DeviceMesh:
         """Of dense parameters, for FSDP2."""
+        with _disable_current_modes():  # a mesh is of real numbers, also where all other tensors are fake
+            return self._mesh()
+
+    def _mesh(self) -> DeviceMesh:
         if self.copies is None:
             return DeviceMesh.from_group(self.shards, self.device.type)
         ranks = dist.get_process_group_ranks(self.group)
@@ -77,4 +82,7 @@ class Replicas:
         """Of experts, for FSDP2; None where nobody holds the same ones."""
         if self.across_ep is None:
             return self.mesh()
-        return DeviceMesh.from_group(self.across_ep, self.device.type) if self.shards_experts else None
+        if not self.shards_experts:
+            return None
+        with _disable_current_modes():
+            return DeviceMesh.from_group(self.across_ep, self.device.type)

@@ -98,9 +98,13 @@ class TorchEngine:
         """See `Resumable.save`."""
         return checkpoint.save(folder, self._run, self._mesh, self._shards(), step, past)
 
+    def prepare(self) -> None:
+        """Make the optimizer's state now instead of in the first step."""
+        self._optimizers.prepare_state()
+
     def load(self, path: Path) -> int:
         """See `Resumable.load`."""
-        self._optimizers.prepare_state()
+        self.prepare()
         step = checkpoint.load(path, self._run, self._shards())
         if {_EMBEDDING, HEAD_COPY} <= set(self._parameters) and self._run.model.tied_embeddings:
             self._follow_embedding()

@@ -1,0 +1,141 @@
+"""What one rank of a run computes, sends and holds in a training step, traced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm.metered import CommRow, meter
+from hybridpar.measure.memory import HeldBytes, MemoryAccountant
+from hybridpar.parallel.apply import build_engine
+from hybridpar.parallel.engine import Parts
+from hybridpar.parallel.torch_engine import TorchEngine
+from hybridpar.specs import RunSpec
+from hybridpar.trace.alone import alone
+from hybridpar.trace.watch import Change, Watch
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
+
+
+class NotTracedError(ValueError):
+    """What cannot be traced; the message names it."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step of one rank. FLOPs are those of matrix products (see `hybridpar.trace.watch`), by phase of the step.
+
+    `held` are the peaks of each category alone; `peak` is the largest sum of all at one time, and what it is made of
+    (`other`: gathered parameters, gradients of one operator, buffers of communication, temporaries). `timeline` tells
+    the bytes of each category whenever a new largest or smallest sum of a stretch of the step is reached.
+    """
+
+    run_id: str
+    rank: int
+    flops: Mapping[str, int]
+    comm: tuple[CommRow, ...]
+    held: HeldBytes
+    peak: Mapping[str, int]
+    peak_phase: str
+    timeline: tuple[tuple[int, Mapping[str, int]], ...]
+    operators: int
+    seconds: float
+
+    def row(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def trace_step(run: RunSpec, rank: int) -> Trace:
+    """Trace one training step of `rank`; the optimizer's state is there from the start, as after a first step.
+
+    Raises:
+        NotTracedError: DeepSpeed's engine, inference, or a rank that is not there.
+    """
+    _check(run, rank)
+    start = time.perf_counter()
+    with alone(run.strategy, rank) as mesh:
+        engine = build_engine(run, mesh)
+        assert isinstance(engine, TorchEngine)
+        engine.prepare()
+        tokens = torch.zeros(run.workload.global_batch // run.strategy.dp, run.workload.seq_len, dtype=torch.int64)
+        meter().drain()
+        watch = Watch()
+        before = _names(watch, engine.parts())
+        watch.see(tokens)
+        accountant = MemoryAccountant(engine.parts, watch.note_saved)
+        with watch, accountant:
+            engine.step(tokens, tokens)
+        gradients = {watch.see(t) for t in engine.parts().gradients if t.numel()}
+        names = before | {"gradients": gradients}
+        steps = _timeline(watch.changes, names)
+        peak_time, peak = max(steps, key=lambda step: sum(step[1].values()))
+        return Trace(
+            run_id=run.run_id,
+            rank=rank,
+            flops=dict(watch.flops),
+            comm=tuple(meter().drain()),
+            held=accountant.peak(),
+            peak=peak,
+            peak_phase=watch.phase_at(peak_time),
+            timeline=tuple(_thinned(steps)),
+            operators=watch.time,
+            seconds=time.perf_counter() - start,
+        )
+
+
+def _check(run: RunSpec, rank: int) -> None:
+    if run.strategy.engine != "torch":
+        raise NotTracedError(f"strategy.engine={run.strategy.engine} cannot be traced; legal: torch")
+    if run.workload.phase != "train":
+        raise NotTracedError(f"workload.phase={run.workload.phase} cannot be traced; legal: train")
+    if not 0 <= rank < run.strategy.devices:
+        raise NotTracedError(f"rank={rank} is not in the grid; legal: 0 to {run.strategy.devices - 1}")
+
+
+def _names(watch: Watch, parts: Parts) -> dict[str, set[int]]:
+    def seen(tensors: Iterable[Tensor]) -> set[int]:
+        return {watch.see(t) for t in tensors if t.numel()}
+
+    return {"parameters": seen(parts.parameters), "optimizer": seen(parts.optimizer)}
+
+
+def _timeline(changes: Sequence[Change], names: Mapping[str, set[int]]) -> list[tuple[int, dict[str, int]]]:
+    """Bytes by category after each change."""
+    fixed = {key: category for category, keys in names.items() for key in keys}
+    sizes: dict[int, int] = {}
+    saved: set[int] = set()
+    totals = dict.fromkeys(CATEGORIES, 0)
+    found = []
+    for change in changes:
+        key = change.key
+        totals[_category(key, fixed, saved)] -= sizes.get(key, 0)
+        if change.size is not None:
+            sizes[key] = change.size
+        if change.saved is not None:
+            (saved.add if change.saved else saved.discard)(key)
+        totals[_category(key, fixed, saved)] += sizes.get(key, 0)
+        found.append((change.time, dict(totals)))
+    return found
+
+
+def _category(key: int, fixed: Mapping[int, str], saved: set[int]) -> str:
+    return fixed.get(key) or ("activations" if key in saved else "other")
+
+
+def _thinned(
+    steps: Sequence[tuple[int, dict[str, int]]], stretches: int = 500
+) -> list[tuple[int, dict[str, int]]]:
+    """Of each stretch of a long timeline the points with the largest and the smallest sum."""
+    size = max(1, len(steps) // stretches)
+    kept = []
+    for first in range(0, len(steps), size):
+        part = range(first, min(first + size, len(steps)))
+        ends = {choose(part, key=lambda i: sum(steps[i][1].values())) for choose in (max, min)}
+        kept += [steps[i] for i in sorted(ends)]
+    return kept
