@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridpar.events import Event
 from hybridpar.launch.forked import RankExit
-from hybridpar.measure.flops import FLOP_CONVENTION, model_flops_per_step
+from hybridpar.theory.model_flops import FLOP_CONVENTION, model_flops_per_step
 from hybridpar.outcome import OUTCOMES, Outcome
 from hybridpar.specs import RunSpec
 

@@ -102,6 +102,10 @@ class TorchEngine:
         """Make the optimizer's state now instead of in the first step."""
         self._optimizers.prepare_state()
 
+    def forget_gradients(self) -> None:
+        """As a step does first."""
+        self._optimizers.zero_grad()
+
     def load(self, path: Path) -> int:
         """See `Resumable.load`."""
         self.prepare()

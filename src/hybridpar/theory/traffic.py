@@ -33,6 +33,7 @@ from hybridpar.parallel.sharding import (
 from hybridpar.segments import segments_per_rank
 from hybridpar.specs import RunSpec
 from hybridpar.theory.parameters import BYTES, Held, held_parameters
+from hybridpar.theory.routing import arriving_choices
 
 _COUNT = 8  # bytes of an int64, and of the float64 that norms are summed in
 
@@ -66,8 +67,8 @@ class _Call:
 def traffic_of_step(run: RunSpec, rank: int) -> tuple[Traffic, ...]:
     """What `rank` sends in one optimizer step, sorted by operation, group and size.
 
-    Where experts are dealt out, how many tokens leave for their experts is known, how many arrive is not: here as many
-    arrive as leave, which is exact for all ranks together where nothing is dropped.
+    Where experts are dealt out, how many tokens leave for their experts is known, how many arrive is not: here the load
+    is even (`hybridpar.theory.routing`), which is exact for all ranks together where nothing is dropped.
 
     Raises:
         NotCoveredError: the engine is DeepSpeed, or a pipeline's stages are sharded by FSDP2.
@@ -264,9 +265,13 @@ class _Rank:
         if strategy.ep == 1 or not layers:
             return
         again = strategy.recompute == "full"
-        chosen = self.b * self.s * model.top_k * model.hidden * self.e
-        yield _Call("all_to_all", self.ep, model.experts * _COUNT, self.m * layers * (1 + again))
-        yield _Call("all_to_all", self.ep, chosen, self.m * layers * 2 * (2 + again))
+        leaving = self.b * self.s * model.top_k
+        arriving = arriving_choices(self.run, self.place, leaving)
+        times = self.m * layers
+        yield _Call("all_to_all", self.ep, model.experts * _COUNT, times * (1 + again))
+        # Tokens leave and their gradients come back; answers to those that arrived leave, and theirs come back.
+        for choices, calls in ((leaving, 1 + again + 1), (arriving, 1 + again + 1)):
+            yield _Call("all_to_all", self.ep, choices * model.hidden * self.e, times * calls)
 
     def _pipeline(self) -> Iterator[_Call]:
         """Hidden states to the stage after this one and their gradients back, where it is on another rank."""

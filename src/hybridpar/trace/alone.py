@@ -31,6 +31,7 @@ from hybridpar.comm.process_group import ProcessMesh, start_alone
 from hybridpar.models import moe
 from hybridpar.parallel import apply, experts
 from hybridpar.specs import Strategy
+from hybridpar.theory.routing import even_load
 from hybridpar.theory.traffic import ddp_buckets
 
 
@@ -59,8 +60,7 @@ def _replaced() -> Iterator[None]:
 
 
 def _even_load(expert: Tensor, number: int) -> list[int]:
-    base, extra = divmod(expert.numel(), number)
-    return [base + (index < extra) for index in range(number)]
+    return even_load(expert.numel(), number)
 
 
 def _as_sent(arriving: Tensor, counts: Sequence[int], owned: Sequence[int], rank: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.metered import CommRow, meter
+from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.measure.memory import HeldBytes, MemoryAccountant
 from hybridpar.parallel.apply import build_engine
 from hybridpar.parallel.engine import Parts
@@ -64,29 +65,51 @@ def trace_step(run: RunSpec, rank: int) -> Trace:
         assert isinstance(engine, TorchEngine)
         engine.prepare()
         tokens = torch.zeros(run.workload.global_batch // run.strategy.dp, run.workload.seq_len, dtype=torch.int64)
-        meter().drain()
-        watch = Watch()
-        before = _names(watch, engine.parts())
-        watch.see(tokens)
-        accountant = MemoryAccountant(engine.parts, watch.note_saved)
-        with watch, accountant:
-            engine.step(tokens, tokens)
-        gradients = {watch.see(t) for t in engine.parts().gradients if t.numel()}
-        names = before | {"gradients": gradients}
-        steps = _timeline(watch.changes, names)
-        peak_time, peak = max(steps, key=lambda step: sum(step[1].values()))
-        return Trace(
-            run_id=run.run_id,
-            rank=rank,
-            flops=dict(watch.flops),
-            comm=tuple(meter().drain()),
-            held=accountant.peak(),
-            peak=peak,
-            peak_phase=watch.phase_at(peak_time),
-            timeline=tuple(_thinned(steps)),
-            operators=watch.time,
-            seconds=time.perf_counter() - start,
-        )
+        return _watched(run, mesh, engine, (tokens, tokens.clone()), start, scalars=True)
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+def measure_step(run: RunSpec, mesh: ProcessMesh, batches: Sequence[Batch]) -> Trace:
+    """The same of a real rank, in the last of some steps on tokens and targets of its replica. Collective."""
+    start = time.perf_counter()
+    engine = build_engine(run, mesh)
+    assert isinstance(engine, TorchEngine)
+    for tokens, targets in batches[:-1]:
+        engine.step(tokens, targets)
+    return _watched(run, mesh, engine, batches[-1], start, scalars=False)
+
+
+def _watched(
+    run: RunSpec, mesh: ProcessMesh, engine: TorchEngine, batch: Batch, start: float, *, scalars: bool
+) -> Trace:
+    engine.forget_gradients()
+    meter().drain()
+    watch = Watch(scalars=scalars)
+    before = _names(watch, engine.parts())
+    for tensor in batch:
+        watch.see(tensor)
+    accountant = MemoryAccountant(engine.parts, watch.note_saved)
+    with watch, accountant:
+        engine.step(*batch)
+    after = engine.parts()
+    names = {category: keys | _names(watch, after)[category] for category, keys in before.items()}
+    names["gradients"] = {watch.see(t) for t in after.gradients if t.numel()}
+    steps = _timeline(watch.changes, names)
+    peak_time, peak = max(steps, key=lambda step: sum(step[1].values()))
+    return Trace(
+        run_id=run.run_id,
+        rank=mesh.rank,
+        flops=dict(watch.flops),
+        comm=tuple(meter().drain()),
+        held=accountant.peak(),
+        peak=peak,
+        peak_phase=watch.phase_at(peak_time),
+        timeline=tuple(_thinned(steps)),
+        operators=watch.time,
+        seconds=time.perf_counter() - start,
+    )
 
 
 def _check(run: RunSpec, rank: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridpar.measure.flops import decode_flops, model_flops_per_step, prefill_flops
+from hybridpar.theory.model_flops import decode_flops, model_flops_per_step, prefill_flops
 from hybridpar.models.init import initialise
 from hybridpar.models.lm import LanguageModel
 from hybridpar.models.loss import next_token_loss
@@ -108,5 +108,5 @@ def test_large_models_follow_six_flops_a_parameter_and_token() -> None:
 
 
 def test_the_form_needs_no_torch() -> None:
-    code = "import sys, hybridpar.measure.flops; sys.exit('torch' in sys.modules)"
+    code = "import sys, hybridpar.theory.model_flops; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
