@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.models.transformers_twin import twin_of
 
 from hybridpar.measure.ceiling import matmul_flops_per_s
-from hybridpar.theory.model_flops import FLOP_CONVENTION, forward_flops
 from hybridpar.models.init import initialise
 from hybridpar.models.lm import LanguageModel
 from hybridpar.models.loss import next_token_loss
 from hybridpar.specs import ModelSpec
+from hybridpar.theory.model_flops import FLOP_CONVENTION, forward_flops
 
 BATCH, LENGTH, THREADS = 4, 256, 1
 STEPS_PER_REPEAT = 2

@@ -11,11 +11,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybridpar.theory.model_flops import decode_flops, model_flops_per_step, prefill_flops
 from hybridpar.models.init import initialise
 from hybridpar.models.lm import LanguageModel
 from hybridpar.models.loss import next_token_loss
 from hybridpar.specs import RunSpec, parse_run_spec
+from hybridpar.theory.model_flops import decode_flops, model_flops_per_step, prefill_flops
 
 
 def _run(preset: str, seq_len: int, model: dict[str, Any]) -> RunSpec:

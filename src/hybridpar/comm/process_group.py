@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridpar.comm import metered
@@ -58,7 +58,7 @@ def start_from_environment(device: str, deadline_s: float) -> None:
 def start_alone(rank: int, world: int) -> None:
     """Be one rank of a world in which nobody else exists: collectives return at once, with whatever was there."""
     metered.register()
-    dist.init_process_group(metered.FAKE, store=dist.HashStore(), rank=rank, world_size=world)
+    dist.init_process_group(metered.FAKE, store=HashStore(), rank=rank, world_size=world)
 
 
 def _backend(device: str) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 from hybridpar.events import Event
 from hybridpar.launch.forked import RankExit
-from hybridpar.theory.model_flops import FLOP_CONVENTION, model_flops_per_step
 from hybridpar.outcome import OUTCOMES, Outcome
 from hybridpar.specs import RunSpec
+from hybridpar.theory.model_flops import FLOP_CONVENTION, model_flops_per_step
 
 SCHEMA = 2
 MEMORY_CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "host", "cache")

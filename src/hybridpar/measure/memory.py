@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 if TYPE_CHECKING:
     from hybridpar.parallel.engine import Parts
@@ -113,6 +114,7 @@ class MemoryAccountant:
     def __init__(self, parts: Callable[[], Parts], note: Note | None = None) -> None:
         self._parts = parts
         self._activations = _Ledger(note)
+        self._fsdp: list[tuple[FSDPModule, bool]] = []  # those whose forward runs, and whether they were looked at
         self._gathered: dict[int, StorageWeakRef] = {}
         self._gathered_peak = 0
         self._resident: frozenset[int] = frozenset()
@@ -123,6 +125,7 @@ class MemoryAccountant:
         self._resident = frozenset(storage_key(t) for t in self._parts().parameters)
         self._watching.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
         self._watching.enter_context(_recomputation_told_to(self._note_recomputed))
+        self._watching.callback(register_module_forward_pre_hook(self._note_fsdp).remove)
         self._watching.callback(register_module_forward_hook(self._note_parameters).remove)
         return self
 
@@ -163,9 +166,21 @@ class MemoryAccountant:
     def _is_resident(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self._resident
 
+    def _note_fsdp(self, module: nn.Module, _inputs: Any) -> None:
+        """FSDP2 is about to gather what this module holds, all of it at once."""
+        if isinstance(module, FSDPModule):
+            self._fsdp.append((module, False))
+
     def _note_parameters(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         """After a module's forward its parameters are whole, before a layout that gathered them lets go of them."""
-        for parameter in module.parameters(recurse=False):
+        held = list(module.parameters(recurse=False))
+        for place, (around, looked_at) in enumerate(self._fsdp):
+            if not looked_at:
+                held += around.parameters()  # type: ignore[attr-defined]
+                self._fsdp[place] = (around, True)
+        if self._fsdp and self._fsdp[-1][0] is module:
+            self._fsdp.pop()
+        for parameter in held:
             if isinstance(parameter, DTensor) or self._is_resident(parameter):
                 continue
             storage = parameter.untyped_storage()
@@ -178,6 +193,18 @@ def _bytes_now(reference: StorageWeakRef) -> int:
     """Zero once the storage is freed (DeepSpeed) or emptied (FSDP2)."""
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return 0 if storage is None else storage.nbytes()
+
+
+class _Depth(threading.local):
+    recomputing = 0
+
+
+_depth = _Depth()
+
+
+def recomputing() -> bool:
+    """Whether this thread runs a forward again, during a backward pass that an accountant looks at."""
+    return _depth.recomputing > 0
 
 
 def _unpack(saved: _Saved | Tensor) -> Tensor:
@@ -210,6 +237,14 @@ def _recomputation_told_to(note: Callable[[Tensor, object], None]) -> Iterator[N
                         note(tensor, holder.handles[group])
 
             self.pack_hook = save_and_tell
+
+        def __enter__(self) -> None:
+            _depth.recomputing += 1
+            super().__enter__()
+
+        def __exit__(self, *ended: object) -> None:
+            super().__exit__(*ended)
+            _depth.recomputing -= 1
 
     checkpointing._recomputation_hook = TellingHook
     try:

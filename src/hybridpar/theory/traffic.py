@@ -20,7 +20,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from hybridpar.mesh import Axis, Coordinate, RankGrid
 from hybridpar.parallel.sharding import (
@@ -33,7 +32,9 @@ from hybridpar.parallel.sharding import (
 from hybridpar.segments import segments_per_rank
 from hybridpar.specs import RunSpec
 from hybridpar.theory.parameters import BYTES, Held, held_parameters
+from hybridpar.theory.replicas import Replicas
 from hybridpar.theory.routing import arriving_choices
+from hybridpar.theory.state import units_of
 
 _COUNT = 8  # bytes of an int64, and of the float64 that norms are summed in
 
@@ -96,6 +97,7 @@ class _Rank:
         self.run, self.rank = run, rank
         self.grid = RankGrid.of(run.strategy)
         self.place: Coordinate = self.grid.coordinate(rank)
+        self.replicas = Replicas(run.strategy, rank)
         self.held = held_parameters(run.model, run.strategy, self.place)
         self.stages = stages_of(run.strategy, self.place.pp)
         workload, strategy = run.workload, run.strategy
@@ -124,49 +126,11 @@ class _Rank:
         yield from self._norm()
         yield from self._updated_elsewhere()
 
-    # Groups of this rank
-
     def _group(self, *axes: Axis) -> tuple[int, ...]:
         return self.grid.group_of(self.rank, *axes)
 
     def _mine(self, partition: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return next(ranks for ranks in partition if self.rank in ranks)
-
-    @cached_property
-    def replicas(self) -> tuple[int, ...]:
-        """The ranks with the same dense parameters."""
-        return self._group("dp", "cp")
-
-    @cached_property
-    def shards(self) -> tuple[int, ...]:
-        """The ranks over which FSDP2 spreads one copy."""
-        size = self.run.strategy.zero_group
-        if not 0 < size < len(self.replicas):
-            return self.replicas
-        first = self.replicas.index(self.rank) // size * size
-        return self.replicas[first : first + size]
-
-    @cached_property
-    def copies(self) -> tuple[int, ...]:
-        """The ranks with the same shard (HSDP)."""
-        if self.shards == self.replicas:
-            return (self.rank,)
-        return self.replicas[self.replicas.index(self.rank) % len(self.shards) :: len(self.shards)]
-
-    @cached_property
-    def ep(self) -> tuple[int, ...]:
-        """The ranks over which all experts lie."""
-        return self._mine(self.grid.blocks("dp", self.run.strategy.ep))
-
-    @cached_property
-    def across_ep(self) -> tuple[int, ...]:
-        """The ranks with the same experts."""
-        if self.run.strategy.ep == 1:
-            return self.replicas
-        return self._mine(self.grid.across_blocks("dp", self.run.strategy.ep, "cp"))
-
-    def _is_apart(self, one: Held) -> bool:
-        return self.run.strategy.ep > 1 and one.is_expert
 
     # Mechanisms
 
@@ -268,10 +232,10 @@ class _Rank:
         leaving = self.b * self.s * model.top_k
         arriving = arriving_choices(self.run, self.place, leaving)
         times = self.m * layers
-        yield _Call("all_to_all", self.ep, model.experts * _COUNT, times * (1 + again))
+        yield _Call("all_to_all", self.replicas.ep, model.experts * _COUNT, times * (1 + again))
         # Tokens leave and their gradients come back; answers to those that arrived leave, and theirs come back.
         for choices, calls in ((leaving, 1 + again + 1), (arriving, 1 + again + 1)):
-            yield _Call("all_to_all", self.ep, choices * model.hidden * self.e, times * calls)
+            yield _Call("all_to_all", self.replicas.ep, choices * model.hidden * self.e, times * calls)
 
     def _pipeline(self) -> Iterator[_Call]:
         """Hidden states to the stage after this one and their gradients back, where it is on another rank."""
@@ -292,38 +256,31 @@ class _Rank:
     def _sharded_parameters(self) -> Iterator[_Call]:
         """FSDP2: each block, its experts and what is left are gathered before use, their gradients scattered."""
         strategy = self.run.strategy
-        if strategy.zero < 2 or len(self.replicas) == 1:
-            return
-        for unit, members in self._units().items():
-            ranks = self.across_ep if self._is_apart(members[0]) else self.shards
-            if len(ranks) == 1:
+        for unit, members in units_of(self.held).items():
+            ranks = self.replicas.sharding(members[0])
+            if not ranks:
                 continue
             whole = sum(one.padded(len(ranks)) for one in members) * self.e
-            gathers = 1 if strategy.zero == 2 else self.m * (1 if unit == "root" else 2)
+            gathers = 1 if strategy.zero == 2 else self.m * (1 if unit.startswith("root") else 2)
             yield _Call("all_gather", ranks, whole, gathers)
             yield _Call("reduce_scatter", ranks, whole)
-            if ranks == self.shards:
-                yield _Call("all_reduce", self.copies, whole // len(ranks))
-
-    def _units(self) -> dict[str, list[Held]]:
-        units: dict[str, list[Held]] = {}
-        for one in self.held:
-            unit = ".".join(one.name.split(".")[:2]) if one.name.startswith("blocks.") else "root"
-            units.setdefault(f"{unit} experts" if one.is_expert else unit, []).append(one)
-        return units
+            if ranks == self.replicas.shards:
+                yield _Call("all_reduce", self.replicas.copies, whole // len(ranks))
 
     def _averages(self) -> Iterator[_Call]:
         """Gradients of whole replicas: all of a stage in one call, or in the buckets of DDP."""
         strategy = self.run.strategy
         if strategy.zero < 2:
             for stage in self.stages:
-                sizes = [one.elements * self.e for one in self.held if one.stage == stage and not self._is_apart(one)]
+                sizes = [
+                    one.elements * self.e for one in self.held if one.stage == stage and not self.replicas.is_apart(one)
+                ]
                 by_ddp = strategy.overlap and (strategy.pp == 1 or strategy.schedule in ("1f1b", "gpipe"))
                 for bucket in ddp_buckets(sizes[::-1]) if by_ddp else [sum(sizes)]:
-                    yield _Call("all_reduce", self.replicas, bucket)
-        experts = sum(one.elements for one in self.held if self._is_apart(one)) * self.e
+                    yield _Call("all_reduce", self.replicas.all, bucket)
+        experts = sum(one.elements for one in self.held if self.replicas.is_apart(one)) * self.e
         if experts and strategy.zero < 2:
-            yield _Call("all_reduce", self.across_ep, experts)
+            yield _Call("all_reduce", self.replicas.across_ep, experts)
 
     def _shared_gradients(self) -> Iterator[_Call]:
         """Parameters that several tp ranks hold, each with a part of the gradient; an embedding on two stages."""
@@ -343,16 +300,15 @@ class _Rank:
                 yield _Call("all_reduce", ends, self._gradient_elements(one) * self.e)
 
     def _gradient_elements(self, one: Held) -> int:
-        if self.run.strategy.zero < 2 or len(self.replicas) == 1:
-            return one.elements
-        return one.shard(len(self.shards), self.shards.index(self.rank))
+        ranks = self.replicas.sharding(one)
+        return one.shard(len(ranks), ranks.index(self.rank)) if ranks else one.elements
 
     def _norm(self) -> Iterator[_Call]:
         """The squares of the global norm: one number over each group whose ranks hold different parts."""
         strategy = self.run.strategy
-        groups = [self.shards] if strategy.zero >= 2 else []
+        groups = [self.replicas.shards] if strategy.zero >= 2 else []
         if strategy.ep > 1:
-            groups += [self.ep, *([self.across_ep] if strategy.zero >= 2 else [])]
+            groups += [self.replicas.ep, *([self.replicas.across_ep] if strategy.zero >= 2 else [])]
         groups += [self._group("tp"), self._group("pp")]
         for group in groups:
             yield _Call("all_reduce", group, _COUNT)
@@ -362,7 +318,7 @@ class _Rank:
         if self.run.strategy.zero != 1:
             return
         for one in self.held:
-            group = self.across_ep if self._is_apart(one) else self.replicas
+            group = self.replicas.across_ep if self.replicas.is_apart(one) else self.replicas.all
             yield _Call("broadcast", group, one.elements * self.e)
 
     @property

@@ -151,9 +151,7 @@ def _category(key: int, fixed: Mapping[int, str], saved: set[int]) -> str:
     return fixed.get(key) or ("activations" if key in saved else "other")
 
 
-def _thinned(
-    steps: Sequence[tuple[int, dict[str, int]]], stretches: int = 500
-) -> list[tuple[int, dict[str, int]]]:
+def _thinned(steps: Sequence[tuple[int, dict[str, int]]], stretches: int = 500) -> list[tuple[int, dict[str, int]]]:
     """Of each stretch of a long timeline the points with the largest and the smallest sum."""
     size = max(1, len(steps) // stretches)
     kept = []

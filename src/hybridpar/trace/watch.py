@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from hybridpar.measure.memory import storage_key
+from hybridpar.measure.memory import recomputing, storage_key
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def phase_now() -> str:
     """Where in a step the caller is: forward, backward, recompute (the forward again, during the backward)."""
     if torch._C._current_graph_task_id() == -1:
         return "forward"
-    return "recompute" if torch.is_grad_enabled() else "backward"
+    return "recompute" if recomputing() else "backward"
 
 
 @dataclass(frozen=True)
