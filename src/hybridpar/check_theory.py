@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybridpar.specs import RunSpec
+from hybridpar.theory.activations import peak_activations
 from hybridpar.theory.rank_flops import PHASES, flops_of_step
 from hybridpar.theory.state import state_of_rank
 from hybridpar.theory.traffic import NotCoveredError, traffic_of_step
@@ -78,6 +79,7 @@ def compare(run: RunSpec, seen: Trace, tier: str) -> list[Comparison]:
             *_flops(run, seen),
             *_traffic(run, seen),
             *_state(run, seen),
+            ("activations", "peak", peak_activations(run, seen.rank), seen.held.activations, ""),
         )
     ]
 
