@@ -117,12 +117,14 @@ class MemoryAccountant:
         self._fsdp: list[tuple[FSDPModule, bool]] = []  # those whose forward runs, and whether they were looked at
         self._gathered: dict[int, StorageWeakRef] = {}
         self._gathered_peak = 0
+        self._held: tuple[Tensor, ...] = ()  # kept, so that no other storage takes one of their names
         self._resident: frozenset[int] = frozenset()
         self._watching = contextlib.ExitStack()
         self._after: Parts | None = None
 
     def __enter__(self) -> MemoryAccountant:
-        self._resident = frozenset(storage_key(t) for t in self._parts().parameters)
+        self._held = self._parts().parameters
+        self._resident = frozenset(storage_key(t) for t in self._held)
         self._watching.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
         self._watching.enter_context(_recomputation_told_to(self._note_recomputed))
         self._watching.callback(register_module_forward_pre_hook(self._note_fsdp).remove)

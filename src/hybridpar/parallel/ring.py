@@ -149,8 +149,7 @@ class _RingAttention(Function):
             else:
                 part = block_attention(q[:, :, half:], *block, causal=False)
                 late = joined(out[:, :, half:], total[:, :, half:], *part)
-                out = torch.cat((out[:, :, :half], late[0]), dim=2)
-                total = torch.cat((total[:, :, :half], late[1]), dim=2)
+                out[:, :, half:], total[:, :, half:] = late  # in place: the output keeps the layout that W_o reads
             block = block if flight is None else flight.land()
         out = out.to(q.dtype)
         ctx.ring = ring

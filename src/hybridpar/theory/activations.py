@@ -11,7 +11,7 @@ sequences or pieces of one, R choices of experts (T * top_k) that leave and R' t
 
 The peak is found by walking through the order of passes (`hybridpar.theory.schedule`): a forward pass adds what it
 keeps; a backward pass makes anew what was given up, piece by piece from the end, and lets go of both. Where it comes in
-two parts, all is held until the second.
+two parts, all but the loss is held until the second.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hybridpar.theory.parameters import BYTES
 from hybridpar.theory.routing import arriving_choices
 from hybridpar.theory.schedule import actions_of_rank
 
+LOSS = "loss"
 _INDEX = 8  # bytes of a token's or a choice's number
 
 
@@ -52,50 +53,61 @@ class Piece:
 def peak_activations(run: RunSpec, rank: int) -> int:
     """The most bytes that `rank` keeps for the backward pass at one time of a step."""
     place = RankGrid.of(run.strategy).coordinate(rank)
-    held = {stage: pieces_of_stage(run, rank, stage) for stage in stages_of(run.strategy, place.pp)}
-    batches = {stage: _whole_batches(run, stage) for stage in held}
-    live: dict[tuple[int, int], int] = {}
+    pieces = {stage: pieces_of_stage(run, rank, stage) for stage in stages_of(run.strategy, place.pp)}
+    held = _Held({}, {stage: _whole_batches(run, stage) for stage in pieces})
     peak = 0
     for action in actions_of_rank(run, place.pp):
-        key = (action.stage, action.micro_batch)
-        pieces = held[action.stage]
-        if action.kind == "F":
-            live[key] = sum(piece.kept_bytes for piece in pieces)
-            peak = max(peak, sum(live.values()) + _tokens(live, batches))
-            continue
-        others = sum(size for one, size in live.items() if one != key) + _tokens(live, batches)
-        again = _most_again(pieces) if action.kind == "B" else _all_again(pieces)
-        peak = max(peak, others + again)
-        if action.kind in "BW":
-            del live[key]
+        key, of_stage = (action.stage, action.micro_batch), pieces[action.stage]
+        match action.kind:
+            case "F":
+                held.passes[key] = sum(piece.kept_bytes for piece in of_stage)
+                peak = max(peak, held.bytes())
+            case "B":
+                del held.passes[key]
+                peak = max(peak, *held.during_backward(action.stage, of_stage))
+            case "I":
+                held.passes[key] = sum(p.kept_bytes + p.again_bytes for p in of_stage if p.name != LOSS)
+                peak = max(peak, held.bytes())
+            case _:
+                del held.passes[key]
     return peak
 
 
-def _most_again(pieces: Sequence[Piece]) -> int:
-    """The most at one time of a backward pass: what is kept up to a piece, and that piece's own again."""
-    before, most = 0, 0
-    for piece in pieces:
-        before += piece.kept_bytes
-        most = max(most, before + piece.again_bytes)
-    return most
+Batches = Mapping[str, int]
 
 
-def _all_again(pieces: Sequence[Piece]) -> int:
-    """While the first part of a backward pass leaves everything to the second."""
-    return sum(piece.kept_bytes + piece.again_bytes for piece in pieces)
+@dataclass
+class _Held:
+    """Bytes of each pass that has not come back, and the `batches` of which a stage's passes keep views."""
+
+    passes: dict[tuple[int, int], int]
+    batches: Mapping[int, Batches]
+
+    def bytes(self, more: Batches | None = None) -> int:
+        """All of it, and what else is kept of whole batches."""
+        whole = dict(more or {})
+        for stage, _ in self.passes:
+            whole |= self.batches[stage]
+        return sum(self.passes.values()) + sum(whole.values())
+
+    def during_backward(self, stage: int, pieces: Sequence[Piece]) -> Iterator[int]:
+        """At each piece of a pass that comes back: what is kept up to there, and that piece's own again."""
+        own, before = dict(self.batches[stage]), 0
+        for piece in pieces:
+            before += piece.kept_bytes
+            is_loss = piece.name == LOSS
+            yield self.bytes({name: size for name, size in own.items() if is_loss or name != "targets"}) + (
+                before + piece.again_bytes
+            )
 
 
-def _whole_batches(run: RunSpec, stage: int) -> tuple[tuple[str, int], ...]:
+def _whole_batches(run: RunSpec, stage: int) -> Batches:
     """Numbers of tokens that are views of the rank's whole batch, and keep all of it as long as one is kept."""
     if run.strategy.tp > 1:
-        return ()
+        return {}
     size = run.micro_batches * run.workload.micro_batch * run.workload.seq_len // run.strategy.cp * _INDEX
     ends = (("tokens", stage == 0), ("targets", stage == run.strategy.stages - 1))
-    return tuple((name, size) for name, there in ends if there)
-
-
-def _tokens(live: Mapping[tuple[int, int], int], batches: Mapping[int, Sequence[tuple[str, int]]]) -> int:
-    return sum(dict(one for stage, _ in live for one in batches[stage]).values())
+    return {name: size for name, there in ends if there}
 
 
 def pieces_of_stage(run: RunSpec, rank: int, stage: int) -> list[Piece]:
@@ -105,7 +117,7 @@ def pieces_of_stage(run: RunSpec, rank: int, stage: int) -> list[Piece]:
     for layer in layers_of_stage(run.model, run.strategy, stage):
         pieces += forms.layer(run.model.layer_kinds[layer], f"layer {layer}")
     if stage == run.strategy.stages - 1:
-        pieces.append(Piece("head and loss", forms.head()))
+        pieces += [Piece("head", forms.head()), Piece(LOSS, forms.loss())]
     return pieces
 
 
@@ -132,12 +144,15 @@ class _Forms:
         return {"tokens": self.t * _INDEX, "absent": self.t} if self.strategy.tp > 1 else {}
 
     def head(self) -> Sizes:
-        """The last norm, the input of the logits, and what the loss keeps: probabilities of a slice of the vocabulary."""
-        saved = self.norm("norm") | {"head input": self.t * self.d * self.e}
-        saved["probabilities"] = self.t * self._columns(self.model.vocab) * self.u
+        """The last norm and the input of the logits."""
+        return self.norm("norm") | {"head input": self.t * self.d * self.e}
+
+    def loss(self) -> Sizes:
+        """Probabilities of a rank's slice of the vocabulary."""
+        probabilities = {"probabilities": self.t * self._columns(self.model.vocab) * self.u}
         if self.strategy.tp > 1:
-            return saved | {"targets": self.t * _INDEX, "absent": self.t}
-        return saved | {"weight of all tokens": self.u}
+            return probabilities | {"targets": self.t * _INDEX, "absent": self.t}
+        return probabilities | {"weight of all tokens": self.u}
 
     def norm(self, name: str) -> Sizes:
         """RMSNorm: input, normalised input, and one number a token."""
@@ -188,7 +203,7 @@ class _Forms:
             return {}, Piece("core", qkv | {"output": heads * row, "log-sum-exp": statistics})
         if self.strategy.cp_kind == "ring":
             qkv = {"q": heads * row, "k": kv_heads * row, "v": kv_heads * row}
-            return apart, Piece("core", qkv | {"output": heads * row, "log-sum-exp": statistics})
+            return {}, Piece("core", qkv | {"output": heads * row, "log-sum-exp": statistics})
         repeated = kv_heads * n // _gcd(n, kv_heads)
         arrived = {"q, k, v of all tokens": (heads + 2 * repeated) * row}
         return apart, Piece("core", arrived, {"output": heads * row, "log-sum-exp": statistics})
