@@ -10,22 +10,22 @@ Each comparison is a row: what the form predicts, what the program did, and a ve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hybridpar.specs import RunSpec
 from hybridpar.theory.activations import peak_activations
+from hybridpar.theory.coverage import NotCoveredError
 from hybridpar.theory.rank_flops import PHASES, flops_of_step
 from hybridpar.theory.state import state_of_rank
-from hybridpar.theory.traffic import NotCoveredError, traffic_of_step
+from hybridpar.theory.traffic import Traffic, traffic_of_step
 
 if TYPE_CHECKING:
     from hybridpar.comm.metered import CommRow
     from hybridpar.trace.tracer import Trace
 
 Verdict = Literal["exact", "explained", "deviates", "uncovered"]
-Numbers = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -73,42 +73,37 @@ class Comparison:
 
 def compare(run: RunSpec, seen: Trace, tier: str) -> list[Comparison]:
     """All closed forms of a rank against what it did."""
-    return [
-        Comparison(run, seen.rank, quantity, item, tier, predicted, found, note)
-        for quantity, item, predicted, found, note in (
-            *_flops(run, seen),
-            *_traffic(run, seen),
-            *_state(run, seen),
-            ("activations", "peak", peak_activations(run, seen.rank), seen.held.activations, ""),
-        )
+    found = [
+        *_flops(run, seen),
+        *_traffic(run, seen),
+        *_state(run, seen),
+        *_activations(run, seen),
     ]
+    return [Comparison(run, seen.rank, quantity, item, tier, *rest) for quantity, item, *rest in found]
 
 
 _Row = tuple[str, str, int | None, int | None, str]
 
 
 def _flops(run: RunSpec, seen: Trace) -> Iterator[_Row]:
-    predicted = flops_of_step(run, seen.rank)
+    predicted, reason = _covered(lambda: flops_of_step(run, seen.rank))
     for phase in PHASES:
-        if predicted.get(phase) or seen.flops.get(phase):
-            yield "flops", phase, predicted.get(phase, 0), seen.flops.get(phase, 0), ""
+        form = None if predicted is None else predicted.get(phase, 0)
+        if form or seen.flops.get(phase):
+            yield "flops", phase, form, seen.flops.get(phase, 0), reason
 
 
 def _traffic(run: RunSpec, seen: Trace) -> Iterator[_Row]:
     found = {_key(row): (row.calls, row.bytes) for row in seen.comm}
-    try:
-        predicted = {_key(row): (row.calls, row.bytes) for row in traffic_of_step(run, seen.rank)}
-    except NotCoveredError as reason:
-        for key, (calls, size) in found.items():
-            yield "calls", key, None, calls, str(reason)
-            yield "bytes", key, None, size, str(reason)
-        return
-    for key in sorted(predicted.keys() | found.keys()):
+    rows, reason = _covered(lambda: traffic_of_step(run, seen.rank))
+    predicted = None if rows is None else {_key(row): (row.calls, row.bytes) for row in rows}
+    for key in sorted(found.keys() | (predicted or {}).keys()):
         for place, quantity in enumerate(("calls", "bytes")):
-            yield quantity, key, predicted.get(key, (0, 0))[place], found.get(key, (0, 0))[place], ""
+            form = None if predicted is None else predicted.get(key, (0, 0))[place]
+            yield quantity, key, form, found.get(key, (0, 0))[place], reason
 
 
-def _key(row: Any) -> str:
+def _key(row: CommRow | Traffic) -> str:
     return f"{row.op} over {row.group} of {row.group_size}"
 
 
@@ -117,3 +112,19 @@ def _state(run: RunSpec, seen: Trace) -> Iterator[_Row]:
     yield "state", "parameters", predicted.parameters + predicted.gathered, seen.held.parameters, ""
     for item in ("gradients", "optimizer", "host"):
         yield "state", item, getattr(predicted, item), getattr(seen.held, item), ""
+
+
+def _activations(run: RunSpec, seen: Trace) -> Iterator[_Row]:
+    predicted, reason = _covered(lambda: peak_activations(run, seen.rank))
+    yield "activations", "peak", predicted, seen.held.activations, reason
+
+
+_Form = TypeVar("_Form")
+
+
+def _covered(form: Callable[[], _Form]) -> tuple[_Form | None, str]:
+    """What a form says, or why there is none."""
+    try:
+        return form(), ""
+    except NotCoveredError as reason:
+        return None, str(reason)

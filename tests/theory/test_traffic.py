@@ -15,7 +15,8 @@ from hybridpar.legality import infeasible_reason
 from hybridpar.parallel.apply import build_engine
 from hybridpar.parity_layouts import parity_run, torch_layouts
 from hybridpar.specs import RunSpec
-from hybridpar.theory.traffic import NotCoveredError, ddp_buckets, traffic_of_step
+from hybridpar.theory.coverage import NotCoveredError
+from hybridpar.theory.traffic import ddp_buckets, traffic_of_step
 from tests.parallel.ranks import batch_of, on_ranks
 
 Rows = dict[tuple[str, str, int], tuple[int, int]]

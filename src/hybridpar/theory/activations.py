@@ -23,11 +23,13 @@ from hybridpar.mesh import RankGrid
 from hybridpar.parallel.sharding import layers_of_stage, part, stages_of
 from hybridpar.segments import segments_per_rank
 from hybridpar.specs import RunSpec
+from hybridpar.theory.coverage import check_one_recomputation, check_training
 from hybridpar.theory.parameters import BYTES
 from hybridpar.theory.routing import arriving_choices
 from hybridpar.theory.schedule import actions_of_rank
 
 LOSS = "loss"
+AFTER_EXPERTS = ("router", "answers", "balance")
 _INDEX = 8  # bytes of a token's or a choice's number
 
 
@@ -38,6 +40,11 @@ class Piece:
     name: str
     kept: Mapping[str, int] = field(default_factory=dict)
     again: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> str:
+        """`layer 3` of `layer 3 router`."""
+        return " ".join(self.name.split()[:2])
 
     @property
     def kept_bytes(self) -> int:
@@ -51,7 +58,13 @@ class Piece:
 
 
 def peak_activations(run: RunSpec, rank: int) -> int:
-    """The most bytes that `rank` keeps for the backward pass at one time of a step."""
+    """The most bytes that `rank` keeps for the backward pass at one time of a step.
+
+    Raises:
+        NotCoveredError: see `hybridpar.theory.coverage`.
+    """
+    check_training(run)
+    check_one_recomputation(run)
     place = RankGrid.of(run.strategy).coordinate(rank)
     pieces = {stage: pieces_of_stage(run, rank, stage) for stage in stages_of(run.strategy, place.pp)}
     held = _Held({}, {stage: _whole_batches(run, stage) for stage in pieces})
@@ -66,11 +79,20 @@ def peak_activations(run: RunSpec, rank: int) -> int:
                 del held.passes[key]
                 peak = max(peak, *held.during_backward(action.stage, of_stage))
             case "I":
-                held.passes[key] = sum(p.kept_bytes + p.again_bytes for p in of_stage if p.name != LOSS)
+                held.passes[key] = sum(piece.kept_bytes for piece in _needed_for_weights(of_stage))
                 peak = max(peak, held.bytes())
             case _:
                 del held.passes[key]
     return peak
+
+
+def _needed_for_weights(pieces: Sequence[Piece]) -> list[Piece]:
+    """What the second part of a backward pass still needs: the rest lies after the last matrix product with a weight.
+
+    That is the loss; or, where a stage ends with experts, what was done with their answers.
+    """
+    after = {LOSS} if pieces[-1].name == LOSS else {f"{pieces[-1].layer} {name}" for name in AFTER_EXPERTS}
+    return [piece for piece in pieces if piece.name not in after]
 
 
 Batches = Mapping[str, int]
@@ -227,10 +249,16 @@ class _Forms:
         if model.capacity_factor:
             router["kept"] = leaving
         inner = arriving * self._columns(model.ffn_hidden) * self.e
-        experts = {"order": leaving * _INDEX, "tokens": arriving * self.d * self.e, "gate, up, silu, product": 4 * inner}
+        experts = {
+            "order": leaving * _INDEX,
+            "tokens": arriving * self.d * self.e,
+            "gate, up, silu, product": 4 * inner,
+        }
         if self.strategy.ep > 1:
-            experts["order of visitors, there and back"] = 2 * arriving * _INDEX
+            experts["order of visitors"] = arriving * _INDEX
         answers = {"order": leaving * _INDEX, "answers": leaving * self.d * self.e, "weights": leaving * self.e}
+        if self.strategy.ep > 1:
+            answers["order of visitors"] = arriving * _INDEX
         pieces = [Piece("router", router), Piece("experts", experts), Piece("answers", answers)]
         if model.shared_experts:
             pieces += self._swiglu("shared", self.t, self._columns(model.ffn_hidden * model.shared_experts))
@@ -281,7 +309,7 @@ class _Mamba2:
         t, u = self.forms.t, self.u
         x, dt, b_and_c = t * self.inner, t * self.heads, t * self.shared
         own, again = {"-exp(A_log)": self.heads * u}, self._within() | self._across()
-        moved = self.groups > 1 and self.sequences * self.chunks > 1 and self.chunk > 1  # B and C, to lie by groups
+        moved = self.chunks > 1 and (self.sequences > 1 or self.groups > 1)  # B and C, from channels to groups
         twice = 2 if self.chunks > 1 or self.forms.strategy.cp > 1 else 1
         if self.forms.strategy.recompute == "selective":
             own |= {"x": x * u, "dt": dt * u, "B and C": b_and_c * u}
@@ -315,7 +343,7 @@ class _Mamba2:
         saved = {"states before chunks": states * u, "decay from the start": narrow * u, "from states": wide * u}
         if passes_on:
             saved |= {"decay to the end": narrow * u, "decayed x dt": wide * u}
-            if self.heads > 1 and self.sequences * self.chunks > 1 and self.chunk > 1:
+            if self.chunks > 1 and (self.sequences > 1 or self.heads > 1):
                 saved["x dt"] = wide * u  # else it is what lies by heads
         if self.chunks > 1:
             saved |= self._recurrence()
@@ -354,7 +382,15 @@ class _Mamba2:
     def gate(self) -> Sizes:
         """Gated norm and output projection."""
         forms, wide, narrow = self.forms, self.forms.t * self.inner * self.u, self.forms.t * self.inner * self.e
-        saved = {"x of D x": narrow, "y": wide, "z": wide, "silu(z)": wide, "gated": wide, "output input": narrow}
+        is_kept = forms.strategy.recompute == "selective" and not forms.is_short  # it is the scan's argument
+        saved = {
+            "x of D x": 0 if is_kept else narrow,
+            "y": wide,
+            "z": wide,
+            "silu(z)": wide,
+            "gated": wide,
+            "output input": narrow,
+        }
         if not self.shares_norm:
             return saved | {"scale": forms.t * self.groups * self.u, "normalised": narrow}
         whole = forms.t_sp * (forms.d + self.groups) * self.u

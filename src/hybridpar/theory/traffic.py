@@ -31,16 +31,13 @@ from hybridpar.parallel.sharding import (
 )
 from hybridpar.segments import segments_per_rank
 from hybridpar.specs import RunSpec
+from hybridpar.theory.coverage import check_one_recomputation, check_training, check_when_gathered
 from hybridpar.theory.parameters import BYTES, Held, held_parameters
 from hybridpar.theory.replicas import Replicas
 from hybridpar.theory.routing import arriving_choices
 from hybridpar.theory.state import units_of
 
 _COUNT = 8  # bytes of an int64, and of the float64 that norms are summed in
-
-
-class NotCoveredError(ValueError):
-    """There is no closed form yet for what a run does; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ def traffic_of_step(run: RunSpec, rank: int) -> tuple[Traffic, ...]:
     is even (`hybridpar.theory.routing`), which is exact for all ranks together where nothing is dropped.
 
     Raises:
-        NotCoveredError: the engine is DeepSpeed, or a pipeline's stages are sharded by FSDP2.
+        NotCoveredError: see `hybridpar.theory.coverage`.
     """
     return _summed(_Rank(run, rank))
 
@@ -93,7 +90,9 @@ class _Rank:
     """The calls of one rank, mechanism by mechanism."""
 
     def __init__(self, run: RunSpec, rank: int) -> None:
-        _check_covered(run)
+        check_training(run)
+        check_one_recomputation(run)
+        check_when_gathered(run)
         self.run, self.rank = run, rank
         self.grid = RankGrid.of(run.strategy)
         self.place: Coordinate = self.grid.coordinate(rank)
@@ -345,18 +344,3 @@ def ddp_buckets(sizes: Sequence[int], first: int = 2**20, others: int = 25 * 2**
             buckets.append(size)
             size = 0
     return buckets + [size] * bool(size)
-
-
-def _check_covered(run: RunSpec) -> None:
-    strategy = run.strategy
-    if strategy.engine != "torch":
-        raise NotCoveredError(f"strategy.engine={strategy.engine} has no closed form of its traffic yet; legal: torch")
-    if strategy.pp > 1 and strategy.zero >= 2 and strategy.dp * strategy.cp > 1:
-        raise NotCoveredError(
-            f"strategy.zero={strategy.zero} with pp={strategy.pp} has no closed form of its traffic yet: when FSDP2 "
-            "gathers depends on the schedule; legal: zero of 0 or 1"
-        )
-    if run.workload.phase != "train":
-        raise NotCoveredError(
-            f"workload.phase={run.workload.phase} has no closed form of its traffic yet; legal: train"
-        )
