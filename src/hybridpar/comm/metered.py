@@ -69,19 +69,34 @@ class CommRow:
     exposed_seconds: float
 
 
+Clock = Callable[[], float]
+
+
 @dataclass
-class _Call:
+class Call:
+    """One call as it happened. `group` and `bytes` as in `CommRow`; `dtype` of the numbers sent; `is_blocking` where the
+    caller asked not to go on before the end. Times of the meter's clock: `end` None where nobody learnt it, `exposed`
+    the part spent waiting, None where nobody was seen waiting."""
+
     op: str
     group: str
-    ranks: int
-    size: int
+    group_size: int
+    dtype: str
+    bytes: int
+    is_blocking: bool
+    clock: Clock = field(repr=False)
     start: float
     end: float | None = None
     exposed: float | None = None
 
     def completed(self) -> None:
+        """The call is over; told a second time, the first counts."""
         if self.end is None:
-            self.end = time.perf_counter()
+            self.end = self.clock()
+
+    def waited(self, seconds: float) -> None:
+        """The caller did nothing else for so long."""
+        self.exposed = (self.exposed or 0.0) + seconds
 
 
 @dataclass
@@ -89,7 +104,8 @@ class Meter:
     """Collects calls of all metered groups of this process, from any thread, until they are drained."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _calls: list[_Call] = field(default_factory=list)
+    _calls: list[Call] = field(default_factory=list)
+    _clock: Clock = time.perf_counter
     _paused: int = 0
     _grid: RankGrid | None = None
     _labels: dict[tuple[int, ...], tuple[str, int]] = field(default_factory=dict)
@@ -110,23 +126,37 @@ class Meter:
             with self._lock:
                 self._paused -= 1
 
-    def begin(self, op: str, ranks: tuple[int, ...], size: int) -> _Call | None:
+    @contextlib.contextmanager
+    def clocked(self, clock: Clock) -> Iterator[None]:
+        """Take times from another clock, such as a count of operators where nothing takes its time."""
+        before, self._clock = self._clock, clock
+        try:
+            yield
+        finally:
+            self._clock = before
+
+    def begin(
+        self, op: str, ranks: tuple[int, ...], tensors: Sequence[Tensor], *, is_blocking: bool = False
+    ) -> Call | None:
         """A call starts; None while paused, and in groups of one rank, where nothing is sent."""
         if self._paused or len(ranks) < 2:
             return None
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         with self._lock:
-            call = _Call(op, *self._labelled(ranks), size, time.perf_counter())
+            label, size = self._labelled(ranks)
+            call = Call(op, label, size, dtype, _size(tensors), is_blocking, self._clock, self._clock())
             self._calls.append(call)
         return call
 
-    def drain(self) -> list[CommRow]:
-        """Rows of the calls since the last drain, and forget them."""
+    def drain_calls(self) -> list[Call]:
+        """The calls since the last drain, in order, and forget them."""
         with self._lock:
             calls, self._calls = self._calls, []
-        kinds: dict[tuple[str, str, int], list[_Call]] = defaultdict(list)
-        for call in calls:
-            kinds[call.op, call.group, call.ranks].append(call)
-        return [_row(*kind, members) for kind, members in sorted(kinds.items())]
+        return calls
+
+    def drain(self) -> list[CommRow]:
+        """The same, summed by operation and group."""
+        return summed(self.drain_calls())
 
     def _labelled(self, ranks: tuple[int, ...]) -> tuple[str, int]:
         if ranks not in self._labels:
@@ -134,20 +164,28 @@ class Meter:
         return self._labels[ranks]
 
 
-def _row(op: str, group: str, ranks: int, calls: Sequence[_Call]) -> CommRow:
+def summed(calls: Sequence[Call]) -> list[CommRow]:
+    """One row for each operation and kind of group, sorted."""
+    kinds: dict[tuple[str, str, int], list[Call]] = defaultdict(list)
+    for call in calls:
+        kinds[call.op, call.group, call.group_size].append(call)
+    return [_row(*kind, members) for kind, members in sorted(kinds.items())]
+
+
+def _row(op: str, group: str, ranks: int, calls: Sequence[Call]) -> CommRow:
     return CommRow(
         op=op,
         group=group,
         group_size=ranks,
         calls=len(calls),
-        bytes=sum(call.size for call in calls),
-        wire_bytes=sum(wire_bytes(op, ranks, call.size) for call in calls),
+        bytes=sum(call.bytes for call in calls),
+        wire_bytes=sum(wire_bytes(op, ranks, call.bytes) for call in calls),
         seconds=sum(call.end - call.start for call in calls if call.end is not None),
         exposed_seconds=sum(call.exposed for call in calls if call.exposed is not None) + _exposed_unseen(calls),
     )
 
 
-def _exposed_unseen(calls: Sequence[_Call]) -> float:
+def _exposed_unseen(calls: Sequence[Call]) -> float:
     """Exposed time of calls that nobody was seen waiting for: from the last of them to the last completion."""
     unseen = [call for call in calls if call.exposed is None and call.end is not None]
     if not unseen:
@@ -166,18 +204,18 @@ def meter() -> Meter:
 class _MeteredWork(Work):
     """The work of the inner group, with its times taken, and a last local step (`finish`) before it is complete."""
 
-    def __init__(self, inner: Work, call: _Call | None, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, inner: Work, call: Call | None, finish: Callable[[], None] | None = None) -> None:
         super().__init__()
         self._inner, self._call, self._finish = inner, call, finish
         self._future: Any = None
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        start = time.perf_counter()
+        start = self._call.clock() if self._call is not None else 0.0
         done = self._inner.wait() if timeout == timedelta(0) else self._inner.wait(timeout)
         self._complete()
         if self._call is not None:
-            self._call.exposed = (self._call.exposed or 0.0) + time.perf_counter() - start
+            self._call.waited(self._call.clock() - start)
         return done
 
     def synchronize(self) -> None:
@@ -360,7 +398,7 @@ class MeteredGroup(dist.ProcessGroup):
         start: Callable[[], Work],
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        call = meter().begin(op, self._members, _size(tensors))
+        call = meter().begin(op, self._members, tensors, is_blocking=not getattr(options, "asyncOp", False))
         work = start()
         if call is not None and finish is None and options.asyncOp:  # a caller that waits at once learns the end so
             work.get_future().add_done_callback(lambda _done: call.completed())
@@ -369,7 +407,7 @@ class MeteredGroup(dist.ProcessGroup):
     def _message(self, op: str, tensors: Sequence[Tensor], peer: int, start: Callable[[], Work]) -> Work:
         """A message belongs to the axis on which its two ends differ, whatever group it is sent in."""
         ends = (self._members[self.rank()], self._members[peer])
-        call = meter().begin(op, ends, _size(tensors))
+        call = meter().begin(op, ends, tensors)
         return _MeteredWork(start(), call)
 
     @cached_property

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.metered import CommRow, meter
+from hybridpar.comm.metered import Call, meter, summed
 from hybridpar.comm.process_group import ProcessMesh
 from hybridpar.measure.memory import HeldBytes, MemoryAccountant
 from hybridpar.parallel.apply import build_engine
 from hybridpar.parallel.engine import Parts
 from hybridpar.parallel.torch_engine import TorchEngine
 from hybridpar.specs import RunSpec
+from hybridpar.theory.traffic import Traffic
 from hybridpar.trace.alone import alone
 from hybridpar.trace.watch import Change, Watch
 
@@ -28,18 +29,34 @@ class NotTracedError(ValueError):
 
 
 @dataclass(frozen=True)
+class TracedCall:
+    """One call of `hybridpar.comm.metered`, its times counted in operators: `end` None where nobody waited for it."""
+
+    op: str
+    group: str
+    group_size: int
+    dtype: str
+    bytes: int
+    is_blocking: bool
+    start: int
+    end: int | None
+
+
+@dataclass(frozen=True)
 class Trace:
     """A step of one rank. FLOPs are those of matrix products (see `hybridpar.trace.watch`), by phase of the step.
 
     `held` are the peaks of each category alone; `peak` is the largest sum of all at one time, and what it is made of
     (`other`: gathered parameters, gradients of one operator, buffers of communication, temporaries). `timeline` tells
-    the bytes of each category whenever a new largest or smallest sum of a stretch of the step is reached.
+    the bytes of each category whenever a new largest or smallest sum of a stretch of the step is reached; its times, like
+    those of `calls`, count operators.
     """
 
     run_id: str
     rank: int
     flops: Mapping[str, int]
-    comm: tuple[CommRow, ...]
+    comm: tuple[Traffic, ...]
+    calls: tuple[TracedCall, ...]
     held: HeldBytes
     peak: Mapping[str, int]
     peak_phase: str
@@ -91,8 +108,9 @@ def _watched(
     for tensor in batch:
         watch.see(tensor)
     accountant = MemoryAccountant(engine.parts, watch.note_saved)
-    with watch, accountant:
+    with meter().clocked(lambda: watch.time), watch, accountant:
         engine.step(*batch)
+    calls = meter().drain_calls()
     after = engine.parts()
     names = {category: keys | _names(watch, after)[category] for category, keys in before.items()}
     names["gradients"] = {watch.see(t) for t in after.gradients if t.numel()}
@@ -102,7 +120,8 @@ def _watched(
         run_id=run.run_id,
         rank=mesh.rank,
         flops=dict(watch.flops),
-        comm=tuple(meter().drain()),
+        comm=tuple(Traffic(row.op, row.group, row.group_size, row.calls, row.bytes) for row in summed(calls)),
+        calls=tuple(_traced(call) for call in calls),
         held=accountant.peak(),
         peak=peak,
         peak_phase=watch.phase_at(peak_time),
@@ -119,6 +138,13 @@ def _check(run: RunSpec, rank: int) -> None:
         raise NotTracedError(f"workload.phase={run.workload.phase} cannot be traced; legal: train")
     if not 0 <= rank < run.strategy.devices:
         raise NotTracedError(f"rank={rank} is not in the grid; legal: 0 to {run.strategy.devices - 1}")
+
+
+def _traced(call: Call) -> TracedCall:
+    end = None if call.end is None else int(call.end)
+    return TracedCall(
+        call.op, call.group, call.group_size, call.dtype, call.bytes, call.is_blocking, int(call.start), end
+    )
 
 
 def _names(watch: Watch, parts: Parts) -> dict[str, set[int]]:
