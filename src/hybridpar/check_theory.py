@@ -10,11 +10,16 @@ Each comparison is a row: what the form predicts, what the program did, and a ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hybridpar.specs import RunSpec
+from hybridpar.legality import infeasible_reason
+from hybridpar.parity_layouts import parity_run, torch_layouts
+from hybridpar.specs import RunSpec, parse_run_spec
 from hybridpar.theory.activations import peak_activations
 from hybridpar.theory.coverage import NotCoveredError
 from hybridpar.theory.rank_flops import PHASES, flops_of_step
@@ -71,6 +76,115 @@ class Comparison:
         }
 
 
+_MEASURED_DEADLINE_S = 120.0
+_STEPS = 3  # DDP lays its buckets out anew in the second
+
+# One of each family at its public size, on as many devices as such a model takes.
+FULL_SIZE: tuple[Mapping[str, Any], ...] = (
+    {
+        "model": {"preset": "llama-3-70b"},
+        "strategy": {
+            "dp": 8, "tp": 8, "pp": 8, "cp": 2, "sp": True, "zero": 1, "schedule": "interleaved", "virtual": 2
+        },
+        "workload": {"seq_len": 8192, "global_batch": 128, "micro_batch": 1, "precision": "bf16"},
+    },
+    {
+        "model": {"preset": "llama-3-405b"},
+        "strategy": {"dp": 128, "tp": 8, "pp": 16, "sp": True, "zero": 1},
+        "workload": {"seq_len": 8192, "global_batch": 2048, "micro_batch": 1, "precision": "bf16"},
+    },
+    {
+        "model": {"preset": "mixtral-8x7b"},
+        "strategy": {"dp": 8, "tp": 2, "pp": 4, "ep": 8, "sp": True, "zero": 1},
+        "workload": {"seq_len": 4096, "global_batch": 64, "micro_batch": 1, "precision": "bf16"},
+    },
+    {
+        "model": {"preset": "mamba2-2.7b"},
+        "strategy": {"dp": 16, "tp": 4, "zero": 3},
+        "workload": {"seq_len": 2048, "global_batch": 64, "micro_batch": 2, "precision": "bf16"},
+    },
+    {
+        "model": {"preset": "jamba-8b-like"},
+        "strategy": {"dp": 4, "tp": 4, "pp": 2, "cp": 2, "zero": 1, "recompute": "selective"},
+        "workload": {"seq_len": 8192, "global_batch": 16, "micro_batch": 1, "precision": "bf16"},
+    },
+)  # fmt: skip
+
+
+def full_size_runs() -> list[RunSpec]:
+    """`FULL_SIZE` as runs."""
+    return [parse_run_spec(dict(one)) for one in FULL_SIZE]
+
+
+def small_runs(families: Iterable[str], largest: int, precision: str) -> list[RunSpec]:
+    """Every legal layout of the small models on up to `largest` devices, trained with AdamW.
+
+    Layouts come in an order in which any few of them, evenly spaced, differ.
+    """
+    runs = [
+        parity_run(family, layout, precision=precision, workload={"optimizer": "adamw", "learning_rate": 1e-3})
+        for family in families
+        for layout in torch_layouts(family, largest)
+    ]
+    return [run for run in runs if not infeasible_reason(run, on_text=False)]
+
+
+def evenly(runs: Sequence[RunSpec], number: int) -> list[RunSpec]:
+    """`number` of them, evenly spaced; all where there are no more."""
+    if number >= len(runs):
+        return list(runs)
+    return [runs[place * len(runs) // number] for place in range(number)]
+
+
+def compare_traced(run: RunSpec, ranks: Iterable[int] = ()) -> list[Comparison]:
+    """Forms against traces of `ranks`, or of the first, the middle and the last one."""
+    from hybridpar.trace.tracer import trace_step
+
+    last = run.strategy.devices - 1
+    chosen = sorted(set(ranks) or {0, last // 2 + last % 2, last})
+    return [row for rank in chosen for row in compare(run, trace_step(run, rank), "traced")]
+
+
+def compare_measured(run: RunSpec) -> list[Comparison]:
+    """Forms against every rank of a real run in forked processes.
+
+    Raises:
+        RuntimeError: a rank failed; the message holds the end of its log.
+    """
+    from hybridpar.launch.forked import fork_ranks, preload, values
+
+    preload()
+    folder = Path(tempfile.mkdtemp(prefix="hybridpar-theory-"))
+    try:
+        exits = fork_ranks(
+            run.strategy.devices,
+            lambda rank: _measured(run, rank, folder),
+            deadline_s=_MEASURED_DEADLINE_S,
+            log_dir=folder,
+        )
+        return [row for seen in values(exits) for row in compare(run, seen, "measured")]
+    finally:
+        shutil.rmtree(folder)
+
+
+def _measured(run: RunSpec, rank: int, folder: Path) -> Trace:
+    import torch
+
+    from hybridpar.comm.process_group import ProcessMesh, start, stop
+    from hybridpar.trace.tracer import measure_step
+
+    torch.set_num_threads(1)
+    start(rank, run.strategy.devices, folder / "store", "cpu", _MEASURED_DEADLINE_S)
+    mesh = ProcessMesh.build(run.strategy)
+    generator = torch.Generator().manual_seed(run.seed)
+    shape = (_STEPS, run.workload.global_batch, run.workload.seq_len + 1)
+    steps = torch.randint(0, run.model.vocab, shape, generator=generator)
+    mine = (step.chunk(run.strategy.dp)[mesh.coordinate.dp] for step in steps)
+    seen = measure_step(run, mesh, [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in mine])
+    stop()
+    return seen
+
+
 def compare(run: RunSpec, seen: Trace, tier: str) -> list[Comparison]:
     """All closed forms of a rank against what it did."""
     found = [
@@ -79,7 +193,14 @@ def compare(run: RunSpec, seen: Trace, tier: str) -> list[Comparison]:
         *_state(run, seen),
         *_activations(run, seen),
     ]
-    return [Comparison(run, seen.rank, quantity, item, tier, *rest) for quantity, item, *rest in found]
+    routed = _ROUTED if tier == "measured" and run.strategy.ep > 1 else ""
+    return [
+        Comparison(run, seen.rank, quantity, item, tier, predicted, number, note or routed * (quantity != "state"))
+        for quantity, item, predicted, number, note in found
+    ]
+
+
+_ROUTED = "the form is of an even load of experts; here a router decides"
 
 
 _Row = tuple[str, str, int | None, int | None, str]
@@ -109,9 +230,20 @@ def _key(row: CommRow | Traffic) -> str:
 
 def _state(run: RunSpec, seen: Trace) -> Iterator[_Row]:
     predicted = state_of_rank(run, seen.rank)
-    yield "state", "parameters", predicted.parameters + predicted.gathered, seen.held.parameters, ""
+    whole = predicted.parameters + predicted.gathered
+    yield "state", "parameters", whole, seen.held.parameters, _GATHERED_BACKWARD if _regathers(run) else ""
     for item in ("gradients", "optimizer", "host"):
         yield "state", item, getattr(predicted, item), getattr(seen.held, item), ""
+
+
+_GATHERED_BACKWARD = (
+    "what FSDP2 gathers is looked at in forward passes; under a pipeline it keeps blocks whole from one backward pass to "
+    "the next, which only shows where a recomputation runs forward passes among them"
+)
+
+
+def _regathers(run: RunSpec) -> bool:
+    return run.strategy.zero == 3 and run.strategy.pp > 1 and run.strategy.recompute != "none"
 
 
 def _activations(run: RunSpec, seen: Trace) -> Iterator[_Row]:

@@ -207,9 +207,10 @@ class _Rank:
         inner, groups = model.ssm_inner // strategy.tp, self._ssm_groups
         tail = (model.ssm_conv - 1) * (inner + 2 * groups * model.ssm_state)
         state = (model.ssm_state + 1) * inner  # what a piece adds, and by how much it decays what was before
-        for numbers, size in ((tail, self.e), (state, self.u)):
+        scan_again = strategy.recompute != "none"  # the states are exchanged within the scan, the tails before it
+        for numbers, size, repeated in ((tail, self.e, again), (state, self.u, scan_again)):
             whole = strategy.cp * self.b * pieces * numbers * size
-            yield _Call("all_gather", group, whole, self.m * (1 + again))
+            yield _Call("all_gather", group, whole, self.m * (1 + repeated))
             yield _Call("reduce_scatter", group, whole, self.m)
 
     def _sequence_statistics(self, times: int) -> Iterator[_Call]:
