@@ -237,8 +237,8 @@ def _state(run: RunSpec, seen: Trace) -> Iterator[_Row]:
 
 
 _GATHERED_BACKWARD = (
-    "what FSDP2 gathers is looked at in forward passes; under a pipeline it keeps blocks whole from one backward pass to "
-    "the next, which only shows where a recomputation runs forward passes among them"
+    "what FSDP2 gathers is looked at in forward passes; under a pipeline it keeps blocks whole from one backward pass "
+    "to the next, which only shows where a recomputation runs forward passes among them"
 )
 
 

@@ -123,9 +123,10 @@ def test_paused_traffic_and_drained_traffic_do_not_count() -> None:
 
 
 def test_no_call_is_lost_among_threads_and_a_call_costs_microseconds() -> None:
-    collecting, drained = Meter(), []
+    collecting, drained, eight_bytes = Meter(), [], torch.ones(2)
     threads = [
-        Thread(target=lambda: [collecting.begin("all_reduce", (0, 1), 8) for _ in range(2000)]) for _ in range(4)
+        Thread(target=lambda: [collecting.begin("all_reduce", (0, 1), [eight_bytes]) for _ in range(2000)])
+        for _ in range(4)
     ]
     start = time.process_time()
     for thread in threads:

@@ -45,7 +45,7 @@ def _torch_order(run: RunSpec, rank: int) -> list[str]:
     found = []
     for action in schedule.pipeline_order[rank]:
         for one in (action.sub_actions or (action,)) if action is not None else ():
-            found.append(f"{one.stage_index}{KINDS[one.computation_type.name]}{one.microbatch_index}")
+            found += [f"{one.stage_index}{KINDS[one.computation_type.name]}{one.microbatch_index}"]
     return found
 
 

@@ -74,9 +74,9 @@ Clock = Callable[[], float]
 
 @dataclass
 class Call:
-    """One call as it happened. `group` and `bytes` as in `CommRow`; `dtype` of the numbers sent; `is_blocking` where the
-    caller asked not to go on before the end. Times of the meter's clock: `end` None where nobody learnt it, `exposed`
-    the part spent waiting, None where nobody was seen waiting."""
+    """One call as it happened. `group` and `bytes` as in `CommRow`; `dtype` of the numbers sent; `is_blocking` where
+    the caller asked not to go on before the end. Times of the meter's clock: `end` None where nobody learnt it,
+    `exposed` the part spent waiting, None where nobody was seen waiting."""
 
     op: str
     group: str

@@ -180,7 +180,7 @@ class MemoryAccountant:
             if not looked_at:
                 held += around.parameters()  # type: ignore[attr-defined]
                 self._fsdp[place] = (around, True)
-        if self._fsdp and self._fsdp[-1][0] is module:
+        if self._fsdp and self._fsdp[-1][0] is module:  # type: ignore[comparison-overlap]
             self._fsdp.pop()
         for parameter in held:
             if isinstance(parameter, DTensor) or self._is_resident(parameter):

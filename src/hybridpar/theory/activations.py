@@ -4,8 +4,8 @@ These are the tensors of `hybridpar.models` as torch's CPU operators save them: 
 input and one number a token), SwiGLU and gated norms with their intermediate results, softmax(qk^T)v without scores.
 Korthikanti et al. 2022 (arXiv 2205.05198, section 4) count the same way for GPT's layer.
 
-Symbols: b sequences of a micro-batch, S tokens of a rank's sequence, T = b*S, T' = T/t with sequence parallelism else T,
-t tp, n cp ranks; d hidden, e bytes of a number, u bytes of a statistic (at least 4); of a rank: H heads, K key/value
+Symbols: b sequences of a micro-batch, S tokens of a rank's sequence, T = b*S, T' = T/t with sequence parallelism, else
+T; t tp, n cp ranks; d hidden, e bytes of a number, u bytes of a statistic (at least 4); of a rank: H heads, K key/value
 heads, f ffn_hidden, V vocab, J Mamba heads of width P, G groups; h head_dim, N state, C chunk, Q chunks of each of B
 sequences or pieces of one, R choices of experts (T * top_k) that leave and R' that arrive, X experts.
 

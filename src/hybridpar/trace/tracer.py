@@ -48,8 +48,8 @@ class Trace:
 
     `held` are the peaks of each category alone; `peak` is the largest sum of all at one time, and what it is made of
     (`other`: gathered parameters, gradients of one operator, buffers of communication, temporaries). `timeline` tells
-    the bytes of each category whenever a new largest or smallest sum of a stretch of the step is reached; its times, like
-    those of `calls`, count operators.
+    the bytes of each category whenever a new largest or smallest sum of a stretch of the step is reached; its times,
+    like those of `calls`, count operators.
     """
 
     run_id: str
