@@ -10,7 +10,7 @@ from hybridpar.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = str(ROOT / "data/specs/llama-toy-dp2-tp2.yaml")
-COMMANDS = [command.callback.__name__ for command in app.registered_commands if command.callback]
+COMMANDS = [command.callback.__name__.replace("_", "-") for command in app.registered_commands if command.callback]
 
 
 def _call(*arguments: str) -> Result:

@@ -238,12 +238,12 @@ def _state(run: RunSpec, seen: Trace) -> Iterator[_Row]:
 
 _GATHERED_BACKWARD = (
     "what FSDP2 gathers is looked at in forward passes; under a pipeline it keeps blocks whole from one backward pass "
-    "to the next, which only shows where a recomputation runs forward passes among them"
+    "to the next, which shows where forward passes run among them"
 )
 
 
 def _regathers(run: RunSpec) -> bool:
-    return run.strategy.zero == 3 and run.strategy.pp > 1 and run.strategy.recompute != "none"
+    return run.strategy.zero == 3 and run.strategy.pp > 1
 
 
 def _activations(run: RunSpec, seen: Trace) -> Iterator[_Row]:

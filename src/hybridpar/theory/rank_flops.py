@@ -125,7 +125,7 @@ class _Forms:
         if not model.shared_experts:
             return router + routed, 0  # what an expert answers is weighted, and so saved
         shared, last = self._mlp(model.ffn_hidden * model.shared_experts)
-        return router + routed + shared, last
+        return router + routed + shared, 0 if model.aux_loss else last  # the balance comes after, and is saved
 
     def mamba2(self) -> Products:
         """A Mamba-2 layer; the pieces of a sequence that lie on cp ranks are sequences of their own."""
