@@ -28,10 +28,10 @@ def _deviating(rows: list[Comparison]) -> list[dict[str, object]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forms_equal_traces(family: str, precision: str) -> None:
-    runs = evenly(small_runs([family], 8, precision), 5)
+    runs = evenly(small_runs([family], 8, precision), 2)
     rows = [row for run in runs for row in compare_traced(run)]
     assert not _deviating(rows)
-    assert Counter(row.verdict for row in rows)["exact"] > 60
+    assert Counter(row.verdict for row in rows)["exact"] > 20
 
 
 @pytest.mark.slow

@@ -231,19 +231,9 @@ def _key(row: CommRow | Traffic) -> str:
 def _state(run: RunSpec, seen: Trace) -> Iterator[_Row]:
     predicted = state_of_rank(run, seen.rank)
     whole = predicted.parameters + predicted.gathered
-    yield "state", "parameters", whole, seen.held.parameters, _GATHERED_BACKWARD if _regathers(run) else ""
+    yield "state", "parameters", whole, seen.held.parameters, ""
     for item in ("gradients", "optimizer", "host"):
         yield "state", item, getattr(predicted, item), getattr(seen.held, item), ""
-
-
-_GATHERED_BACKWARD = (
-    "what FSDP2 gathers is looked at in forward passes; under a pipeline it keeps blocks whole from one backward pass "
-    "to the next, which shows where forward passes run among them"
-)
-
-
-def _regathers(run: RunSpec) -> bool:
-    return run.strategy.zero == 3 and run.strategy.pp > 1
 
 
 def _activations(run: RunSpec, seen: Trace) -> Iterator[_Row]:

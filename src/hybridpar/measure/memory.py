@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -126,7 +125,7 @@ class MemoryAccountant:
         self._held = self._parts().parameters
         self._resident = frozenset(storage_key(t) for t in self._held)
         self._watching.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
-        self._watching.enter_context(_recomputation_told_to(self._note_recomputed))
+        self._watching.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._resizing()))
         self._watching.callback(register_module_forward_pre_hook(self._note_fsdp).remove)
         self._watching.callback(register_module_forward_hook(self._note_parameters).remove)
         return self
@@ -156,14 +155,9 @@ class MemoryAccountant:
             return tensor
         return _Saved(local, self._activations) if local is tensor else tensor
 
-    def _note_recomputed(self, tensor: Tensor, handle: object) -> None:
-        """A recomputation saved `tensor`, for as long as `handle` lives."""
-        if not self._is_parameter(tensor):
-            weakref.finalize(handle, self._activations.release, self._activations.hold(tensor))
-
     def _is_parameter(self, tensor: Tensor) -> bool:
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-        return isinstance(base, nn.Parameter) or self._is_resident(tensor)
+        return isinstance(base, nn.Parameter) or self._is_resident(tensor) or storage_key(tensor) in self._gathered
 
     def _is_resident(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self._resident
@@ -187,8 +181,23 @@ class MemoryAccountant:
                 continue
             storage = parameter.untyped_storage()
             self._gathered.setdefault(storage._cdata, StorageWeakRef(storage))
-        self._gathered = {key: ref for key, ref in self._gathered.items() if _bytes_now(ref)}
+        self._gathered = {key: ref for key, ref in self._gathered.items() if not ref.expired()}
+        self._note_gathered()
+
+    def _note_gathered(self) -> None:
         self._gathered_peak = max(self._gathered_peak, sum(map(_bytes_now, self._gathered.values())))
+
+    def _resizing(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        """FSDP2 empties the storages of gathered parameters, and fills them again, also in a backward pass."""
+        real = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            done = real(storage, size)
+            if size and storage._cdata in self._gathered:
+                self._note_gathered()
+            return done
+
+        return resize
 
 
 def _bytes_now(reference: StorageWeakRef) -> int:
@@ -197,59 +206,5 @@ def _bytes_now(reference: StorageWeakRef) -> int:
     return 0 if storage is None else storage.nbytes()
 
 
-class _Depth(threading.local):
-    recomputing = 0
-
-
-_depth = _Depth()
-
-
-def recomputing() -> bool:
-    """Whether this thread runs a forward again, during a backward pass that an accountant looks at."""
-    return _depth.recomputing > 0
-
-
 def _unpack(saved: _Saved | Tensor) -> Tensor:
     return saved.tensor if isinstance(saved, _Saved) else saved
-
-
-@contextlib.contextmanager
-def _recomputation_told_to(note: Callable[[Tensor, object], None]) -> Iterator[None]:
-    """While it lasts, torch's checkpointing tells `note` each tensor that a recomputation saves, and its handle.
-
-    A recomputation has saved-tensor hooks of its own, which hide all others; so they are replaced by theirs plus ours.
-    """
-    checkpointing: Any = torch.utils.checkpoint
-    own: Any = checkpointing._recomputation_hook
-
-    class TellingHook(own):  # type: ignore[misc]
-        pack_hook: Callable[[Tensor], Tensor]
-
-        def __init__(self, frame: Callable[[], Any], group: Any) -> None:
-            super().__init__(frame, group)
-            save = self.pack_hook
-
-            def save_and_tell(tensor: Tensor) -> Tensor:
-                index = frame().recomp_counter[group]
-                try:
-                    return save(tensor)
-                finally:  # after the last one `save` raises, to stop the recomputation early
-                    holder = frame().weak_holders[index]()
-                    if holder is not None:
-                        note(tensor, holder.handles[group])
-
-            self.pack_hook = save_and_tell
-
-        def __enter__(self) -> None:
-            _depth.recomputing += 1
-            super().__enter__()
-
-        def __exit__(self, *ended: object) -> None:
-            super().__exit__(*ended)
-            _depth.recomputing -= 1
-
-    checkpointing._recomputation_hook = TellingHook
-    try:
-        yield
-    finally:
-        checkpointing._recomputation_hook = own

@@ -11,7 +11,7 @@ sequences or pieces of one, R choices of experts (T * top_k) that leave and R' t
 
 The peak is found by walking through the order of passes (`hybridpar.theory.schedule`): a forward pass adds what it
 keeps; a backward pass makes anew what was given up, piece by piece from the end, and lets go of both. Where it comes in
-two parts, all but the loss is held until the second.
+two parts, all but the loss, and what was made anew, is held until the second.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hybridpar.mesh import RankGrid
 from hybridpar.parallel.sharding import layers_of_stage, part, stages_of
 from hybridpar.segments import segments_per_rank
 from hybridpar.specs import RunSpec
-from hybridpar.theory.coverage import check_one_recomputation, check_training
+from hybridpar.theory.coverage import check_training
 from hybridpar.theory.parameters import BYTES
 from hybridpar.theory.routing import arriving_choices
-from hybridpar.theory.schedule import actions_of_rank
+from hybridpar.theory.schedule import Action, Kind, actions_of_rank
 
 LOSS = "loss"
 AFTER_EXPERTS = ("router", "answers", "balance")
@@ -64,14 +64,13 @@ def peak_activations(run: RunSpec, rank: int) -> int:
         NotCoveredError: see `hybridpar.theory.coverage`.
     """
     check_training(run)
-    check_one_recomputation(run)
     place = RankGrid.of(run.strategy).coordinate(rank)
     pieces = {stage: pieces_of_stage(run, rank, stage) for stage in stages_of(run.strategy, place.pp)}
     held = _Held({}, {stage: _whole_batches(run, stage) for stage in pieces})
     peak = 0
     for action in actions_of_rank(run, place.pp):
         key, of_stage = (action.stage, action.micro_batch), pieces[action.stage]
-        match action.kind:
+        match _what_runs(action):
             case "F":
                 held.passes[key] = sum(piece.kept_bytes for piece in of_stage)
                 peak = max(peak, held.bytes())
@@ -79,20 +78,35 @@ def peak_activations(run: RunSpec, rank: int) -> int:
                 del held.passes[key]
                 peak = max(peak, *held.during_backward(action.stage, of_stage))
             case "I":
-                held.passes[key] = sum(piece.kept_bytes for piece in _needed_for_weights(of_stage))
+                held.passes[key] = sum(piece.kept_bytes + piece.again_bytes for piece in of_stage)
                 peak = max(peak, held.bytes())
-            case _:
+                held.passes[key] = _needed_for_weights(of_stage)
+            case "W":
                 del held.passes[key]
     return peak
 
 
-def _needed_for_weights(pieces: Sequence[Piece]) -> list[Piece]:
-    """What the second part of a backward pass still needs: the rest lies after the last matrix product with a weight.
+def _what_runs(action: Action) -> Kind | None:
+    """Nobody asks for the gradients of tokens: the first stage does nothing in I, and all of it in W."""
+    if action.stage == 0 and action.kind in ("I", "W"):
+        return "B" if action.kind == "W" else None
+    return action.kind
 
-    That is the loss; or, where a stage ends with experts, what was done with their answers.
-    """
-    after = {LOSS} if pieces[-1].name == LOSS else {f"{pieces[-1].layer} {name}" for name in AFTER_EXPERTS}
-    return [piece for piece in pieces if piece.name not in after]
+
+def _needed_for_weights(pieces: Sequence[Piece]) -> int:
+    """Bytes that the second part of a backward pass still needs, made again or not: all but what lies after the last
+    matrix product with a weight. That is the loss; or, where a stage ends with experts, what was done with their
+    answers."""
+    *others, last = pieces
+    if last.name == LOSS:
+        return sum(piece.kept_bytes + piece.again_bytes for piece in others)
+    after = tuple(f"{last.layer} {name}" for name in AFTER_EXPERTS)
+    return sum(
+        size
+        for piece in pieces
+        for name, size in (*piece.kept.items(), *piece.again.items())
+        if not f"{piece.name} {name}".startswith(after)  # `layer 3 router choices`, of one piece or of several
+    )
 
 
 Batches = Mapping[str, int]

@@ -29,7 +29,7 @@ from hybridpar.mesh import RankGrid
 from hybridpar.parallel.sharding import layers_of_stage, part, stages_of
 from hybridpar.segments import segments_per_rank
 from hybridpar.specs import RunSpec
-from hybridpar.theory.coverage import check_one_recomputation, check_training
+from hybridpar.theory.coverage import check_training
 from hybridpar.theory.routing import arriving_choices
 
 PHASES = ("forward", "backward", "recompute")
@@ -63,7 +63,6 @@ def flops_of_step(run: RunSpec, rank: int) -> Mapping[str, int]:
         NotCoveredError: see `hybridpar.theory.coverage`.
     """
     check_training(run)
-    check_one_recomputation(run)
     forms = _Forms(run, rank)
     total: Counter[str] = Counter()
     for kind in forms.kinds:

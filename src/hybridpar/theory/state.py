@@ -14,12 +14,12 @@ copy over (a parameter's rows are padded to a multiple of n).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridpar.mesh import RankGrid
 from hybridpar.specs import RunSpec
+from hybridpar.theory.gathering import Unit, gathering
 from hybridpar.theory.parameters import BYTES, Held, held_parameters
 from hybridpar.theory.replicas import Replicas
 
@@ -28,7 +28,8 @@ _STEP = 4  # bytes of AdamW's count of steps
 
 @dataclass(frozen=True)
 class State:
-    """Bytes by category; `gathered` is the most that FSDP2 holds of whole parameters while a forward pass uses them."""
+    """Bytes by category; `gathered` is the most that FSDP2 holds of whole parameters at one time (see
+    `hybridpar.theory.gathering`)."""
 
     parameters: int
     gradients: int
@@ -55,7 +56,8 @@ class _Forms:
     def __init__(self, run: RunSpec, rank: int) -> None:
         self.run = run
         self.replicas = Replicas(run.strategy, rank)
-        self.held = held_parameters(run.model, run.strategy, RankGrid.of(run.strategy).coordinate(rank))
+        place = RankGrid.of(run.strategy).coordinate(rank)
+        self.held, self.pp_rank = held_parameters(run.model, run.strategy, place), place.pp
         self.e = BYTES[run.workload.precision]
 
     def parameters(self) -> int:
@@ -78,16 +80,8 @@ class _Forms:
         return sum(2 * self.e * self._kept(one) + _STEP for one in mine)
 
     def gathered(self) -> int:
-        """Under ZeRO-2 every unit stays whole; under ZeRO-3 the root does, and one block at a time."""
-        whole: dict[str, int] = defaultdict(int)
-        for unit, members in units_of(self.held).items():
-            ranks = self._sharded_over(members[0])
-            if ranks:
-                whole[unit.removesuffix(" experts")] += self.e * sum(one.padded(len(ranks)) for one in members)
-        if self.run.strategy.zero == 2:
-            return sum(whole.values())
-        blocks = [size for unit, size in whole.items() if not unit.startswith("root")]
-        return sum(whole.values()) - sum(blocks) + max(blocks, default=0)
+        units = sharded_units(self.run, self.held, self.replicas)
+        return gathering(self.run, self.pp_rank, units).peak
 
     def _sharded_over(self, one: Held) -> tuple[int, ...]:
         """The ranks among which FSDP2 spreads a parameter; none where it does not."""
@@ -120,6 +114,17 @@ def units_of(held: Sequence[Held]) -> dict[str, list[Held]]:
         unit = ".".join(one.name.split(".")[:2]) if one.name.startswith("blocks.") else f"root {one.stage}"
         units.setdefault(f"{unit} experts" if one.is_expert else unit, []).append(one)
     return units
+
+
+def sharded_units(run: RunSpec, held: Sequence[Held], replicas: Replicas) -> list[Unit]:
+    """Those units that FSDP2 spreads over several ranks, with their bytes when whole."""
+    e = BYTES[run.workload.precision]
+    spread = [(unit, members, replicas.sharding(members[0])) for unit, members in units_of(held).items()]
+    return [
+        Unit(unit, members[0].stage, e * sum(one.padded(len(ranks)) for one in members))
+        for unit, members, ranks in spread
+        if ranks
+    ]
 
 
 def dealt_out(held: Sequence[Held], ranks: int) -> list[list[Held]]:

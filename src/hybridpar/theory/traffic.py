@@ -31,11 +31,12 @@ from hybridpar.parallel.sharding import (
 )
 from hybridpar.segments import segments_per_rank
 from hybridpar.specs import RunSpec
-from hybridpar.theory.coverage import check_one_recomputation, check_training, check_when_gathered
+from hybridpar.theory.coverage import check_training
+from hybridpar.theory.gathering import gathering
 from hybridpar.theory.parameters import BYTES, Held, held_parameters
 from hybridpar.theory.replicas import Replicas
 from hybridpar.theory.routing import arriving_choices
-from hybridpar.theory.state import units_of
+from hybridpar.theory.state import sharded_units, units_of
 
 _COUNT = 8  # bytes of an int64, and of the float64 that norms are summed in
 
@@ -91,9 +92,6 @@ class _Rank:
 
     def __init__(self, run: RunSpec, rank: int) -> None:
         check_training(run)
-        if run.strategy.tp * run.strategy.cp * run.strategy.ep > 1:  # else a recomputation sends nothing
-            check_one_recomputation(run)
-        check_when_gathered(run)
         self.run, self.rank = run, rank
         self.grid = RankGrid.of(run.strategy)
         self.place: Coordinate = self.grid.coordinate(rank)
@@ -256,17 +254,15 @@ class _Rank:
 
     def _sharded_parameters(self) -> Iterator[_Call]:
         """FSDP2: each block, its experts and what is left are gathered before use, their gradients scattered."""
-        strategy = self.run.strategy
-        for unit, members in units_of(self.held).items():
-            ranks = self.replicas.sharding(members[0])
-            if not ranks:
-                continue
-            whole = sum(one.padded(len(ranks)) for one in members) * self.e
-            gathers = 1 if strategy.zero == 2 else self.m * (1 if unit.startswith("root") else 2)
-            yield _Call("all_gather", ranks, whole, gathers)
-            yield _Call("reduce_scatter", ranks, whole)
+        units = sharded_units(self.run, self.held, self.replicas)
+        times = gathering(self.run, self.place.pp, units).times
+        members = units_of(self.held)
+        for unit in units:
+            ranks = self.replicas.sharding(members[unit.name][0])
+            yield _Call("all_gather", ranks, unit.bytes, times[unit.name])
+            yield _Call("reduce_scatter", ranks, unit.bytes)
             if ranks == self.replicas.shards:
-                yield _Call("all_reduce", self.replicas.copies, whole // len(ranks))
+                yield _Call("all_reduce", self.replicas.copies, unit.bytes // len(ranks))
 
     def _averages(self) -> Iterator[_Call]:
         """Gradients of whole replicas: all of a stage in one call, or in the buckets of DDP."""

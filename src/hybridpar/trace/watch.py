@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from hybridpar.measure.memory import recomputing, storage_key
+from hybridpar.measure.memory import storage_key
+from hybridpar.parallel.recompute import recomputing
 
 aten = torch.ops.aten
 
