@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hybridpar.legality import infeasible_reason
-from hybridpar.parity_layouts import parity_run, torch_layouts
-from hybridpar.specs import RunSpec, parse_run_spec
+from hybridpar.specs import RunSpec
 from hybridpar.theory.activations import peak_activations
 from hybridpar.theory.coverage import NotCoveredError
 from hybridpar.theory.rank_flops import PHASES, flops_of_step
+from hybridpar.theory.serving import served
 from hybridpar.theory.state import state_of_rank
 from hybridpar.theory.traffic import Traffic, traffic_of_step
 
@@ -79,62 +78,6 @@ class Comparison:
 _MEASURED_DEADLINE_S = 120.0
 _STEPS = 3  # DDP lays its buckets out anew in the second
 
-# One of each family at its public size, on as many devices as such a model takes.
-FULL_SIZE: tuple[Mapping[str, Any], ...] = (
-    {
-        "model": {"preset": "llama-3-70b"},
-        "strategy": {
-            "dp": 8, "tp": 8, "pp": 8, "cp": 2, "sp": True, "zero": 1, "schedule": "interleaved", "virtual": 2
-        },
-        "workload": {"seq_len": 8192, "global_batch": 128, "micro_batch": 1, "precision": "bf16"},
-    },
-    {
-        "model": {"preset": "llama-3-405b"},
-        "strategy": {"dp": 128, "tp": 8, "pp": 16, "sp": True, "zero": 1},
-        "workload": {"seq_len": 8192, "global_batch": 2048, "micro_batch": 1, "precision": "bf16"},
-    },
-    {
-        "model": {"preset": "mixtral-8x7b"},
-        "strategy": {"dp": 8, "tp": 2, "pp": 4, "ep": 8, "sp": True, "zero": 1},
-        "workload": {"seq_len": 4096, "global_batch": 64, "micro_batch": 1, "precision": "bf16"},
-    },
-    {
-        "model": {"preset": "mamba2-2.7b"},
-        "strategy": {"dp": 16, "tp": 4, "zero": 3},
-        "workload": {"seq_len": 2048, "global_batch": 64, "micro_batch": 2, "precision": "bf16"},
-    },
-    {
-        "model": {"preset": "jamba-8b-like"},
-        "strategy": {"dp": 4, "tp": 4, "pp": 2, "cp": 2, "zero": 1, "recompute": "selective"},
-        "workload": {"seq_len": 8192, "global_batch": 16, "micro_batch": 1, "precision": "bf16"},
-    },
-)  # fmt: skip
-
-
-def full_size_runs() -> list[RunSpec]:
-    """`FULL_SIZE` as runs."""
-    return [parse_run_spec(dict(one)) for one in FULL_SIZE]
-
-
-def small_runs(families: Iterable[str], largest: int, precision: str) -> list[RunSpec]:
-    """Every legal layout of the small models on up to `largest` devices, trained with AdamW.
-
-    Layouts come in an order in which any few of them, evenly spaced, differ.
-    """
-    runs = [
-        parity_run(family, layout, precision=precision, workload={"optimizer": "adamw", "learning_rate": 1e-3})
-        for family in families
-        for layout in torch_layouts(family, largest)
-    ]
-    return [run for run in runs if not infeasible_reason(run, on_text=False)]
-
-
-def evenly(runs: Sequence[RunSpec], number: int) -> list[RunSpec]:
-    """`number` of them, evenly spaced; all where there are no more."""
-    if number >= len(runs):
-        return list(runs)
-    return [runs[place * len(runs) // number] for place in range(number)]
-
 
 def compare_traced(run: RunSpec, ranks: Iterable[int] = ()) -> list[Comparison]:
     """Forms against traces of `ranks`, or of the first, the middle and the last one."""
@@ -187,12 +130,7 @@ def _measured(run: RunSpec, rank: int, folder: Path) -> Trace:
 
 def compare(run: RunSpec, seen: Trace, tier: str) -> list[Comparison]:
     """All closed forms of a rank against what it did."""
-    found = [
-        *_flops(run, seen),
-        *_traffic(run, seen),
-        *_state(run, seen),
-        *_activations(run, seen),
-    ]
+    found = _trained(run, seen) if run.workload.phase == "train" else _served(run, seen)
     routed = _ROUTED if tier == "measured" and run.strategy.ep > 1 else ""
     return [
         Comparison(run, seen.rank, quantity, item, tier, predicted, number, note or routed * (quantity != "state"))
@@ -206,17 +144,38 @@ _ROUTED = "the form is of an even load of experts; here a router decides"
 _Row = tuple[str, str, int | None, int | None, str]
 
 
-def _flops(run: RunSpec, seen: Trace) -> Iterator[_Row]:
-    predicted, reason = _covered(lambda: flops_of_step(run, seen.rank))
+def _trained(run: RunSpec, seen: Trace) -> Iterator[_Row]:
+    rank = seen.rank
+    flops, reason = _covered(lambda: flops_of_step(run, rank))
+    yield from _flops(flops, reason, seen)
+    traffic, reason = _covered(lambda: traffic_of_step(run, rank))
+    yield from _traffic(traffic, reason, seen)
+    state = state_of_rank(run, rank)
+    yield "state", "parameters", state.parameters + state.gathered, seen.held.parameters, ""
+    for item in ("gradients", "optimizer", "host"):
+        yield "state", item, getattr(state, item), getattr(seen.held, item), ""
+    activations, reason = _covered(lambda: peak_activations(run, rank))
+    yield "activations", "peak", activations, seen.held.activations, reason
+
+
+def _served(run: RunSpec, seen: Trace) -> Iterator[_Row]:
+    """Of decoded tokens the last one."""
+    form = served(run, seen.rank, run.workload.steps - 1)
+    yield from _flops(form.flops, "", seen)
+    yield from _traffic(form.traffic, "", seen)
+    yield "state", "parameters", form.parameters, seen.held.parameters, ""
+    yield "state", "cache", form.cache, seen.held.cache, ""
+
+
+def _flops(predicted: Mapping[str, int] | None, reason: str, seen: Trace) -> Iterator[_Row]:
     for phase in PHASES:
         form = None if predicted is None else predicted.get(phase, 0)
         if form or seen.flops.get(phase):
             yield "flops", phase, form, seen.flops.get(phase, 0), reason
 
 
-def _traffic(run: RunSpec, seen: Trace) -> Iterator[_Row]:
+def _traffic(rows: Iterable[Traffic] | None, reason: str, seen: Trace) -> Iterator[_Row]:
     found = {_key(row): (row.calls, row.bytes) for row in seen.comm}
-    rows, reason = _covered(lambda: traffic_of_step(run, seen.rank))
     predicted = None if rows is None else {_key(row): (row.calls, row.bytes) for row in rows}
     for key in sorted(found.keys() | (predicted or {}).keys()):
         for place, quantity in enumerate(("calls", "bytes")):
@@ -226,19 +185,6 @@ def _traffic(run: RunSpec, seen: Trace) -> Iterator[_Row]:
 
 def _key(row: CommRow | Traffic) -> str:
     return f"{row.op} over {row.group} of {row.group_size}"
-
-
-def _state(run: RunSpec, seen: Trace) -> Iterator[_Row]:
-    predicted = state_of_rank(run, seen.rank)
-    whole = predicted.parameters + predicted.gathered
-    yield "state", "parameters", whole, seen.held.parameters, ""
-    for item in ("gradients", "optimizer", "host"):
-        yield "state", item, getattr(predicted, item), getattr(seen.held, item), ""
-
-
-def _activations(run: RunSpec, seen: Trace) -> Iterator[_Row]:
-    predicted, reason = _covered(lambda: peak_activations(run, seen.rank))
-    yield "activations", "peak", predicted, seen.held.activations, reason
 
 
 _Form = TypeVar("_Form")

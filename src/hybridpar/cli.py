@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -23,7 +23,6 @@ from hybridpar.specs import RunSpec, SpecError, load_run_spec
 from hybridpar.study import LARGEST_BATCH, batches, load_study
 
 if TYPE_CHECKING:
-    from hybridpar.check_theory import Comparison
     from hybridpar.explain import Explanation
     from hybridpar.trace.tracer import Trace
 
@@ -430,44 +429,50 @@ def check_theory(
     family: Annotated[list[str] | None, typer.Option(help="One of the four families (may be repeated).")] = None,
     precision: Annotated[str, typer.Option(help="fp64, fp32 or bf16.")] = "fp32",
     devices: Annotated[int, typer.Option(min=1, help="Largest number of devices of a small layout.")] = 8,
-    layouts: Annotated[int, typer.Option(min=0, help="How many small layouts of a family to trace.")] = 12,
+    layouts: Annotated[
+        int, typer.Option(min=0, help="How many small training layouts of a family to trace; a third as many served.")
+    ] = 12,
+    drawn: Annotated[int, typer.Option("--random", min=0, help="How many random runs of a family to trace, too.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="What random runs are drawn from.")] = 0,
     measured: Annotated[int, typer.Option(min=0, help="How many of a family to run in real ranks, too.")] = 3,
     full: Annotated[bool, typer.Option("--full", help="All small layouts, and models at their public size.")] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="Traces at once; 0: as many as there are cores.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write every comparison (Parquet).")] = None,
 ) -> None:
     """Compare closed forms with traces of the real program and with real ranks: FLOPs, calls, bytes sent, bytes held.
 
-    Exit code 3 where one deviates.
+    With --out an interrupted comparison goes on where it was. Exit code 3 where one deviates, or could not be made.
     """
-    from hybridpar.check_theory import compare_measured, compare_traced, evenly, full_size_runs, small_runs
     from hybridpar.parity_layouts import MODELS
+    from hybridpar.theory_sweep import EVERYTHING, Amount, compare_all, grid
 
     _must_be_one_of("--precision", [precision], ["fp64", "fp32", "bf16"])
     _must_be_one_of("--family", family or [], MODELS)
     if out:
         _must_be_writable(out)
+    journal = out.with_name(f"{out.name}.journal") if out else None
+    amount = Amount(EVERYTHING if full else layouts, drawn, measured, devices, seed)
     rows: list[dict[str, Any]] = []
+    failures = 0
     with _one_sentence_per_fault():
-        work: list[tuple[RunSpec, Callable[[RunSpec], list[Comparison]], str]] = []
-        for one in family or list(MODELS):
-            small = small_runs([one], devices, precision)
-            work += [(run, compare_measured, "measured") for run in evenly(small, measured)]
-            work += [(run, compare_traced, "traced") for run in evenly(small, len(small) if full else layouts)]
-        work += [(run, compare_traced, "traced") for run in full_size_runs() if full]
-        for number, (run, compare, tier) in enumerate(work, start=1):
-            found = [comparison.row() for comparison in compare(run)]
+        work = grid(family or list(MODELS), precision, amount, full_size=full)
+        for number, compared in enumerate(compare_all(work, jobs or os.cpu_count() or 1, journal), start=1):
+            found = [dict(row) for row in compared.rows]
             rows += found
-            name = f"{run.model.name} {run.strategy.label} {run.workload.precision} {tier}"
-            typer.echo(f"{number}/{len(work)} {name}: {_verdicts(found)}")
+            failures += bool(compared.failure)
+            told = f"FAILED: {compared.failure}" if compared.failure else _verdicts(found)
+            typer.echo(f"{number}/{len(work)} {compared.work.name}: {told}")
             for row in found:
                 if row["verdict"] == "deviates":
                     typer.echo(f"  DEVIATES: rank {row['rank']} {row['quantity']} {row['item']}: {_numbers(row)}")
-        if out:
+        if out and not failures:
             _write_rows(out, rows)
+        if journal and not failures:
+            journal.unlink(missing_ok=True)
     for quantity in sorted({row["quantity"] for row in rows}):
         typer.echo(f"{quantity}: {_verdicts([row for row in rows if row['quantity'] == quantity])}")
     typer.echo(f"all: {_verdicts(rows)}")
-    if any(row["verdict"] == "deviates" for row in rows):
+    if failures or any(row["verdict"] == "deviates" for row in rows):
         raise typer.Exit(3)
 
 

@@ -28,7 +28,7 @@ from hybridpar.presets import CLUSTERS, MODELS
 
 # Bumped by hand when the meaning of a finished run changes (model maths, training loop, metering).
 # It is hashed into every run_id, so plots, prose and docs never rerun a job, and such a change does.
-TRAINING_CODE_VERSION = 2
+TRAINING_CODE_VERSION = 3
 
 Family = Literal["transformer", "mamba2", "hybrid", "moe"]
 Phase = Literal["train", "prefill", "decode"]

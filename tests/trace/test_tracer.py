@@ -45,6 +45,25 @@ def test_traced_equals_real(family: str, layout: dict[str, Any], tmp_path: Path)
         assert _sent(traced) == _sent(real)
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("hybrid", {"tp": 2, "cp": 2}), ("transformer", {"pp": 2, "dp": 2}), ("moe", {"cp": 2})]
+)
+def test_traced_serving_equals_real(phase: str, family: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    preload()
+    run = parity_run(family, layout, precision="fp32", workload={"phase": phase, "steps": 3, "micro_batch": 2})
+
+    def body(mesh: ProcessMesh) -> Trace:
+        return measure_step(run, mesh, [batch_of(run, mesh.coordinate.dp, 0)])
+
+    for real in on_ranks(run.strategy, tmp_path, body):
+        traced = trace_step(run, real.rank)
+        assert traced.flops == real.flops
+        assert traced.comm == real.comm
+        assert traced.held == real.held
+        assert _sent(traced) == _sent(real)
+
+
 def _sent(trace: Trace) -> list[tuple[str, str, int, str, int]]:
     return sorted((call.op, call.group, call.group_size, call.dtype, call.bytes) for call in trace.calls)
 
@@ -69,18 +88,15 @@ def test_seventy_billion_parameters_on_a_thousand_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "workload", "rank", "sentence"),
+    ("layout", "rank", "sentence"),
     [
-        ({"engine": "deepspeed", "dp": 2}, {}, 0, "strategy.engine=deepspeed cannot be traced; legal: torch"),
-        ({"tp": 2}, {"phase": "prefill"}, 0, "workload.phase=prefill cannot be traced; legal: train"),
-        ({"tp": 2}, {}, 2, "rank=2 is not in the grid; legal: 0 to 1"),
+        ({"engine": "deepspeed", "dp": 2}, 0, "strategy.engine=deepspeed cannot be traced; legal: torch"),
+        ({"tp": 2}, 2, "rank=2 is not in the grid; legal: 0 to 1"),
     ],
 )
-def test_what_cannot_be_traced_says_so(
-    layout: dict[str, Any], workload: dict[str, Any], rank: int, sentence: str
-) -> None:
+def test_what_cannot_be_traced_says_so(layout: dict[str, Any], rank: int, sentence: str) -> None:
     with pytest.raises(NotTracedError, match=sentence):
-        trace_step(parity_run("transformer", layout, precision="fp32", workload=workload), rank)
+        trace_step(parity_run("transformer", layout, precision="fp32"), rank)
 
 
 def test_a_trace_is_plain_data() -> None:

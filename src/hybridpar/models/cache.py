@@ -70,7 +70,7 @@ class StateCache:
         the answer are those before them, (b, w-1, channels), zeros at the start of a sequence."""
         before = recent.new_zeros(recent.shape[0], self._kept, recent.shape[2]) if self._tail is None else self._tail
         together = torch.cat((before, recent), dim=1)
-        self._tail = together[:, together.shape[1] - self._kept :]
+        self._tail = together[:, together.shape[1] - self._kept :].clone()  # a view would keep all of it
         return before
 
     def state(self, added: Tensor, decay: Tensor) -> Tensor:

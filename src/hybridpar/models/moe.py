@@ -100,11 +100,9 @@ class MoE(nn.Module):
         out = self.apply_experts(x.flatten(0, 1), routing).view_as(x)
         if self.shared is not None:
             out = out + self.shared(x)
-        return (
-            out
-            if not self.balance_weight
-            else attach_loss(out, self.balance(probability, routing), self.balance_weight)
-        )
+        if not self.balance_weight or not torch.is_grad_enabled():
+            return out
+        return attach_loss(out, self.balance(probability, routing), self.balance_weight)
 
     def route(self, probability: Tensor) -> Routing:
         """probability (b, S, E) -> routing of the T tokens."""

@@ -70,17 +70,22 @@ def _is_by_actions(run: RunSpec) -> bool:
 
 
 def _with_stages_ahead(actions: Sequence[Action]) -> Iterator[Action | Event]:
-    """The actions, with those that torch adds: which stages it gathers, and which it lets go of."""
+    """The actions, with those that torch adds: which stages it gathers, and which it lets go of.
+
+    It asks for a stage early, but waits for it, and so has it whole, right before the first pass through it.
+    """
     whole: list[int] = []
+    asked: list[int] = []
     for place, action in enumerate(actions):
         soon = list(dict.fromkeys(later.stage for later in actions[place:]))[:_AHEAD]
         for stage in [stage for stage in whole if stage not in soon]:
             whole.remove(stage)
             yield "release", stage
-        for stage in soon:
-            if stage not in whole:
-                whole.append(stage)
-                yield "gather", stage
+        asked += [stage for stage in soon if stage not in asked + whole]
+        if action.stage in asked:
+            asked.remove(action.stage)
+            whole.append(action.stage)
+            yield "gather", action.stage
         yield action
 
 

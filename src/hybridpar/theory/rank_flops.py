@@ -63,7 +63,7 @@ def flops_of_step(run: RunSpec, rank: int) -> Mapping[str, int]:
         NotCoveredError: see `hybridpar.theory.coverage`.
     """
     check_training(run)
-    forms = _Forms(run, rank)
+    forms = _Forms(run, rank, run.workload.seq_len // run.strategy.cp)
     total: Counter[str] = Counter()
     for kind in forms.kinds:
         total.update(forms.layer(kind).phases(run.strategy.recompute))
@@ -72,14 +72,29 @@ def flops_of_step(run: RunSpec, rank: int) -> Mapping[str, int]:
     return {phase: total[phase] * run.micro_batches for phase in PHASES if total[phase]}
 
 
+def layer_products(run: RunSpec, rank: int, kind: str, length: int, keys: int | None) -> int:
+    """FLOPs of one layer's pass over one group of sequences in serving.
+
+    Args:
+        run: the whole run.
+        rank: whose.
+        kind: of the layer, A, E or M.
+        length: new tokens of each sequence on this rank.
+        keys: tokens that each of them sees, the new ones among them, where they follow others (a decoded token sees
+            this rank's share of keys); None where the new ones are a prompt.
+    """
+    found = _Forms(run, rank, length, keys, serves=True).layer(kind)
+    return found.linear + found.core
+
+
 class _Forms:
-    def __init__(self, run: RunSpec, rank: int) -> None:
+    def __init__(self, run: RunSpec, rank: int, length: int, keys: int | None = None, *, serves: bool = False) -> None:
         model, strategy = run.model, run.strategy
         self.run, self.model = run, model
         self.place = RankGrid.of(strategy).coordinate(rank)
         self.tp, self.cp = strategy.tp, strategy.cp
         self.b = run.workload.micro_batch
-        self.s = run.workload.seq_len // strategy.cp
+        self.s, self.keys, self.serves = length, keys, serves
         self.t = self.b * self.s
         stages = stages_of(strategy, self.place.pp)
         self.is_last = strategy.stages - 1 in stages
@@ -102,6 +117,8 @@ class _Forms:
 
     def _scores(self) -> int:
         """Scores of a head that is never divided: S^2; over cp ranks a rank's even share in products, not in tokens."""
+        if self.keys is not None:
+            return self.s * self.keys
         if self.cp == 1:
             return self.s**2
         if self.run.strategy.cp_kind == "ulysses":
@@ -133,9 +150,9 @@ class _Forms:
         shared_groups = model.ssm_groups % self.tp != 0
         groups = model.ssm_groups if shared_groups else model.ssm_groups // self.tp
         state, width = model.ssm_state, model.ssm_head_dim
-        pieces = segments_per_rank(model, self.run.strategy)
+        pieces = 1 if self.keys is not None else segments_per_rank(model, self.run.strategy)
         sequences, length = self.b * pieces, self.s // pieces
-        chunk = min(model.ssm_chunk, length) if self.cp > 1 else model.ssm_chunk
+        chunk = min(model.ssm_chunk, length) if self.cp > 1 or self.serves else model.ssm_chunk
         chunks = -(-length // chunk)
         states = 2 * chunks * chunk * state * heads * width  # B X, or C h
         core = chunks * 2 * chunk**2 * (groups * state + heads * width) + 2 * states

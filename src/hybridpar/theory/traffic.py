@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hybridpar.mesh import Axis, Coordinate, RankGrid
@@ -56,7 +56,9 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class _Call:
+class SentCall:
+    """`times` calls of an operation among `ranks`, each of `bytes`."""
+
     op: str
     ranks: tuple[int, ...]
     bytes: int
@@ -72,16 +74,18 @@ def traffic_of_step(run: RunSpec, rank: int) -> tuple[Traffic, ...]:
     Raises:
         NotCoveredError: see `hybridpar.theory.coverage`.
     """
-    return _summed(_Rank(run, rank))
+    forms = _Rank(run, rank)
+    return summed_traffic(forms.grid, forms.calls())
 
 
-def _summed(rank: _Rank) -> tuple[Traffic, ...]:
+def summed_traffic(grid: RankGrid, sent: Iterable[SentCall]) -> tuple[Traffic, ...]:
+    """By operation and kind of group; a rank that is alone sends nothing."""
     calls: Counter[tuple[str, str, int]] = Counter()
     sizes: Counter[tuple[str, str, int]] = Counter()
-    for call in rank.calls():
+    for call in sent:
         if len(call.ranks) < 2 or not call.times:
             continue
-        key = (call.op, rank.grid.label(call.ranks), len(call.ranks))
+        key = (call.op, grid.label(call.ranks), len(call.ranks))
         calls[key] += call.times
         sizes[key] += call.times * call.bytes
     return tuple(Traffic(*key, calls[key], sizes[key]) for key in sorted(calls))
@@ -112,7 +116,7 @@ class _Rank:
         ]
         self.is_first, self.is_last = 0 in self.stages, strategy.stages - 1 in self.stages
 
-    def calls(self) -> Iterator[_Call]:
+    def calls(self) -> Iterator[SentCall]:
         """Everything, in no order."""
         yield from self._tensor()
         yield from self._context()
@@ -132,7 +136,7 @@ class _Rank:
 
     # Mechanisms
 
-    def _tensor(self) -> Iterator[_Call]:
+    def _tensor(self) -> Iterator[SentCall]:
         strategy = self.run.strategy
         if strategy.tp == 1:
             return
@@ -151,25 +155,25 @@ class _Rank:
         leave += self.is_first
         enter += self.is_last
         if strategy.sp:
-            yield _Call("all_gather", group, self.hidden, self.m * (enter + leave + repeated_enter))
-            yield _Call("reduce_scatter", group, self.hidden, self.m * (enter + leave + repeated_leave))
+            yield SentCall("all_gather", group, self.hidden, self.m * (enter + leave + repeated_enter))
+            yield SentCall("reduce_scatter", group, self.hidden, self.m * (enter + leave + repeated_leave))
         else:
-            yield _Call("all_reduce", group, self.hidden, self.m * (enter + leave + repeated_leave))
+            yield SentCall("all_reduce", group, self.hidden, self.m * (enter + leave + repeated_leave))
         if self.is_last:
-            yield _Call("all_reduce", group, self.b * self.s * self.u, self.m)  # the largest logit of each token
-            yield _Call("all_reduce", group, 2 * self.b * self.s * self.u, self.m)  # sum of exponentials, target
+            yield SentCall("all_reduce", group, self.b * self.s * self.u, self.m)  # the largest logit of each token
+            yield SentCall("all_reduce", group, 2 * self.b * self.s * self.u, self.m)  # sum of exponentials, target
 
-    def _shared_norm(self, group: tuple[int, ...], again: bool) -> Iterator[_Call]:
+    def _shared_norm(self, group: tuple[int, ...], again: bool) -> Iterator[SentCall]:
         """A Mamba-2 layer whose norm groups span ranks reduces d columns and its sums of squares in one call."""
         model = self.run.model
         both = self.b * self.s * (model.hidden + model.ssm_groups) * self.u
         if self.run.strategy.sp:
-            yield _Call("reduce_scatter", group, both, self.m * (1 + again))
-            yield _Call("all_gather", group, both, self.m)
+            yield SentCall("reduce_scatter", group, both, self.m * (1 + again))
+            yield SentCall("all_gather", group, both, self.m)
         else:
-            yield _Call("all_reduce", group, both, self.m * (1 + again))
+            yield SentCall("all_reduce", group, both, self.m * (1 + again))
 
-    def _context(self) -> Iterator[_Call]:
+    def _context(self) -> Iterator[SentCall]:
         strategy = self.run.strategy
         if strategy.cp == 1:
             return
@@ -184,23 +188,23 @@ class _Rank:
             if kind == "E":
                 yield from self._sequence_statistics(1 + again)
 
-    def _ring(self, again: bool) -> Iterator[_Call]:
+    def _ring(self, again: bool) -> Iterator[SentCall]:
         group, ranks = self._group("cp"), self.run.strategy.cp
         numbers = 2 * self.b * self._kv_heads * self.s * self.run.model.head_dim
         place = group.index(self.rank)
         for op, peer in (("send", group[(place + 1) % ranks]), ("recv", group[place - 1])):
             ends = (self.rank, peer)
-            yield _Call(op, ends, numbers * self.e, self.m * (ranks - 1) * (2 + again))
-            yield _Call(op, ends, numbers * self.u, self.m * ranks)
+            yield SentCall(op, ends, numbers * self.e, self.m * (ranks - 1) * (2 + again))
+            yield SentCall(op, ends, numbers * self.u, self.m * ranks)
 
-    def _ulysses(self, again: bool) -> Iterator[_Call]:
+    def _ulysses(self, again: bool) -> Iterator[SentCall]:
         group, ranks, h = self._group("cp"), self.run.strategy.cp, self.run.model.head_dim
         heads, kv_heads = self.run.model.heads // self.run.strategy.tp, self._kv_heads
         kv_heads *= ranks // math.gcd(ranks, kv_heads)  # repeated until every rank has one
         for count in (heads + 2 * kv_heads, heads):
-            yield _Call("all_to_all", group, self.b * count * self.s * h * self.e, self.m * (2 + again))
+            yield SentCall("all_to_all", group, self.b * count * self.s * h * self.e, self.m * (2 + again))
 
-    def _passed_states(self, again: bool) -> Iterator[_Call]:
+    def _passed_states(self, again: bool) -> Iterator[SentCall]:
         model, strategy = self.run.model, self.run.strategy
         group, pieces = self._group("cp"), segments_per_rank(model, strategy)
         inner, groups = model.ssm_inner // strategy.tp, self._ssm_groups
@@ -209,20 +213,20 @@ class _Rank:
         scan_again = strategy.recompute != "none"  # the states are exchanged within the scan, the tails before it
         for numbers, size, repeated in ((tail, self.e, again), (state, self.u, scan_again)):
             whole = strategy.cp * self.b * pieces * numbers * size
-            yield _Call("all_gather", group, whole, self.m * (1 + repeated))
-            yield _Call("reduce_scatter", group, whole, self.m)
+            yield SentCall("all_gather", group, whole, self.m * (1 + repeated))
+            yield SentCall("reduce_scatter", group, whole, self.m)
 
-    def _sequence_statistics(self, times: int) -> Iterator[_Call]:
+    def _sequence_statistics(self, times: int) -> Iterator[SentCall]:
         """What a router must know of the tokens on other ranks."""
         model, group = self.run.model, self._group("cp")
         if model.aux_loss:
-            yield _Call("all_reduce", group, model.experts * self.u, self.m * 2 * times)
+            yield SentCall("all_reduce", group, model.experts * self.u, self.m * 2 * times)
         if model.capacity_factor:
             pieces = segments_per_rank(model, self.run.strategy)
             asked = len(group) * self.b * model.top_k * pieces * model.experts * _COUNT
-            yield _Call("all_gather", group, asked, self.m * times)
+            yield SentCall("all_gather", group, asked, self.m * times)
 
-    def _experts(self) -> Iterator[_Call]:
+    def _experts(self) -> Iterator[SentCall]:
         strategy, model = self.run.strategy, self.run.model
         layers = self.kinds.count("E")
         if strategy.ep == 1 or not layers:
@@ -231,12 +235,12 @@ class _Rank:
         leaving = self.b * self.s * model.top_k
         arriving = arriving_choices(self.run, self.place, leaving)
         times = self.m * layers
-        yield _Call("all_to_all", self.replicas.ep, model.experts * _COUNT, times * (1 + again))
+        yield SentCall("all_to_all", self.replicas.ep, model.experts * _COUNT, times * (1 + again))
         # Tokens leave and their gradients come back; answers to those that arrived leave, and theirs come back.
         for choices, calls in ((leaving, 1 + again + 1), (arriving, 1 + again + 1)):
-            yield _Call("all_to_all", self.replicas.ep, choices * model.hidden * self.e, times * calls)
+            yield SentCall("all_to_all", self.replicas.ep, choices * model.hidden * self.e, times * calls)
 
-    def _pipeline(self) -> Iterator[_Call]:
+    def _pipeline(self) -> Iterator[SentCall]:
         """Hidden states to the stage after this one and their gradients back, where it is on another rank."""
         strategy = self.run.strategy
         if strategy.pp == 1:
@@ -249,22 +253,22 @@ class _Rank:
                     continue
                 peer = ring[holder_of_stage(strategy, neighbour)]
                 if peer != self.rank:
-                    yield _Call("send", (self.rank, peer), size, self.m)
-                    yield _Call("recv", (self.rank, peer), size, self.m)
+                    yield SentCall("send", (self.rank, peer), size, self.m)
+                    yield SentCall("recv", (self.rank, peer), size, self.m)
 
-    def _sharded_parameters(self) -> Iterator[_Call]:
+    def _sharded_parameters(self) -> Iterator[SentCall]:
         """FSDP2: each block, its experts and what is left are gathered before use, their gradients scattered."""
         units = sharded_units(self.run, self.held, self.replicas)
         times = gathering(self.run, self.place.pp, units).times
         members = units_of(self.held)
         for unit in units:
             ranks = self.replicas.sharding(members[unit.name][0])
-            yield _Call("all_gather", ranks, unit.bytes, times[unit.name])
-            yield _Call("reduce_scatter", ranks, unit.bytes)
+            yield SentCall("all_gather", ranks, unit.bytes, times[unit.name])
+            yield SentCall("reduce_scatter", ranks, unit.bytes)
             if ranks == self.replicas.shards:
-                yield _Call("all_reduce", self.replicas.copies, unit.bytes // len(ranks))
+                yield SentCall("all_reduce", self.replicas.copies, unit.bytes // len(ranks))
 
-    def _averages(self) -> Iterator[_Call]:
+    def _averages(self) -> Iterator[SentCall]:
         """Gradients of whole replicas: all of a stage in one call, or in the buckets of DDP."""
         strategy = self.run.strategy
         if strategy.zero < 2:
@@ -274,12 +278,12 @@ class _Rank:
                 ]
                 by_ddp = strategy.overlap and (strategy.pp == 1 or strategy.schedule in ("1f1b", "gpipe"))
                 for bucket in ddp_buckets(sizes[::-1]) if by_ddp else [sum(sizes)]:
-                    yield _Call("all_reduce", self.replicas.all, bucket)
+                    yield SentCall("all_reduce", self.replicas.all, bucket)
         experts = sum(one.elements for one in self.held if self.replicas.is_apart(one)) * self.e
         if experts and strategy.zero < 2:
-            yield _Call("all_reduce", self.replicas.across_ep, experts)
+            yield SentCall("all_reduce", self.replicas.across_ep, experts)
 
-    def _shared_gradients(self) -> Iterator[_Call]:
+    def _shared_gradients(self) -> Iterator[SentCall]:
         """Parameters that several tp ranks hold, each with a part of the gradient; an embedding on two stages."""
         strategy, model = self.run.strategy, self.run.model
         by_holders: Counter[int] = Counter()
@@ -287,20 +291,20 @@ class _Rank:
             if has_partial_gradient(one.name, model, strategy.tp, sequence_parallel=strategy.sp):
                 by_holders[holders(one.name, model, strategy.tp)] += self._gradient_elements(one)
         for count, elements in by_holders.items():
-            yield _Call("all_reduce", self._mine(self.grid.blocks("tp", count)), elements * self.e)
+            yield SentCall("all_reduce", self._mine(self.grid.blocks("tp", count)), elements * self.e)
         if not model.tied_embeddings or strategy.pp == 1:
             return
         ring = self._group("pp")
         ends = tuple(sorted({ring[holder_of_stage(strategy, stage)] for stage in (0, strategy.stages - 1)}))
         for one in self.held:
             if one.name in ("embed.weight", "head.weight") and self.rank in ends:
-                yield _Call("all_reduce", ends, self._gradient_elements(one) * self.e)
+                yield SentCall("all_reduce", ends, self._gradient_elements(one) * self.e)
 
     def _gradient_elements(self, one: Held) -> int:
         ranks = self.replicas.sharding(one)
         return one.shard(len(ranks), ranks.index(self.rank)) if ranks else one.elements
 
-    def _norm(self) -> Iterator[_Call]:
+    def _norm(self) -> Iterator[SentCall]:
         """The squares of the global norm: one number over each group whose ranks hold different parts."""
         strategy = self.run.strategy
         groups = [self.replicas.shards] if strategy.zero >= 2 else []
@@ -308,15 +312,15 @@ class _Rank:
             groups += [self.replicas.ep, *([self.replicas.across_ep] if strategy.zero >= 2 else [])]
         groups += [self._group("tp"), self._group("pp")]
         for group in groups:
-            yield _Call("all_reduce", group, _COUNT)
+            yield SentCall("all_reduce", group, _COUNT)
 
-    def _updated_elsewhere(self) -> Iterator[_Call]:
+    def _updated_elsewhere(self) -> Iterator[SentCall]:
         """ZeRO-1: every parameter comes from the rank that updated it."""
         if self.run.strategy.zero != 1:
             return
         for one in self.held:
             group = self.replicas.across_ep if self.replicas.is_apart(one) else self.replicas.all
-            yield _Call("broadcast", group, one.elements * self.e)
+            yield SentCall("broadcast", group, one.elements * self.e)
 
     @property
     def _kv_heads(self) -> int:

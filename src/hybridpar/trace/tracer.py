@@ -1,10 +1,10 @@
-"""What one rank of a run computes, sends and holds in a training step, traced."""
+"""What one rank of a run computes, sends and holds in a step, traced: a training step, a prefill, a decoded token."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hybridpar.comm.metered import Call, meter, summed
 from hybridpar.comm.process_group import ProcessMesh
-from hybridpar.measure.memory import HeldBytes, MemoryAccountant
-from hybridpar.parallel.apply import build_engine
+from hybridpar.measure.memory import HeldBytes, MemoryAccountant, storage_bytes
+from hybridpar.parallel.apply import build_engine, build_generator
 from hybridpar.parallel.engine import Parts
 from hybridpar.parallel.torch_engine import TorchEngine
 from hybridpar.specs import RunSpec
@@ -21,7 +21,7 @@ from hybridpar.theory.traffic import Traffic
 from hybridpar.trace.alone import alone
 from hybridpar.trace.watch import Change, Watch
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "cache", "other")
 
 
 class NotTracedError(ValueError):
@@ -70,50 +70,91 @@ class Trace:
 
 
 def trace_step(run: RunSpec, rank: int) -> Trace:
-    """Trace one training step of `rank`; the optimizer's state is there from the start, as after a first step.
+    """Trace one step of `rank`: a training step, with the optimizer's state there from the start, as after a first
+    one; a prefill; or the last decoded token.
 
     Raises:
-        NotTracedError: DeepSpeed's engine, inference, or a rank that is not there.
+        NotTracedError: DeepSpeed's engine, or a rank that is not there.
     """
     _check(run, rank)
     start = time.perf_counter()
+    batch = torch.zeros(run.workload.global_batch // run.strategy.dp, run.workload.seq_len, dtype=torch.int64)
     with alone(run.strategy, rank) as mesh:
+        if run.workload.phase != "train":
+            return _served(run, mesh, batch.clone(), start, scalars=True)
         engine = build_engine(run, mesh)
         assert isinstance(engine, TorchEngine)
         engine.prepare()
-        tokens = torch.zeros(run.workload.global_batch // run.strategy.dp, run.workload.seq_len, dtype=torch.int64)
-        return _watched(run, mesh, engine, (tokens, tokens.clone()), start, scalars=True)
+        return _trained(run, mesh, engine, (batch.clone(), batch.clone()), start, scalars=True)
 
 
 Batch = tuple[Tensor, Tensor]
 
 
 def measure_step(run: RunSpec, mesh: ProcessMesh, batches: Sequence[Batch]) -> Trace:
-    """The same of a real rank, in the last of some steps on tokens and targets of its replica. Collective."""
+    """The same of a real rank, in the last of some steps on tokens and targets of its replica (a serving run takes the
+    last tokens as its prompts). Collective."""
     start = time.perf_counter()
+    if run.workload.phase != "train":
+        return _served(run, mesh, batches[-1][0], start, scalars=False)
     engine = build_engine(run, mesh)
     assert isinstance(engine, TorchEngine)
     for tokens, targets in batches[:-1]:
         engine.step(tokens, targets)
-    return _watched(run, mesh, engine, batches[-1], start, scalars=False)
+    return _trained(run, mesh, engine, batches[-1], start, scalars=False)
 
 
-def _watched(
+def _trained(
     run: RunSpec, mesh: ProcessMesh, engine: TorchEngine, batch: Batch, start: float, *, scalars: bool
 ) -> Trace:
     engine.forget_gradients()
-    meter().drain()
     watch = Watch(scalars=scalars)
-    before = _names(watch, engine.parts())
-    for tensor in batch:
+    return _watched(run, mesh, watch, _Work(lambda: engine.step(*batch), engine.parts, inputs=batch), start)
+
+
+def _served(run: RunSpec, mesh: ProcessMesh, prompts: Tensor, start: float, *, scalars: bool) -> Trace:
+    generator = build_generator(run, mesh)
+
+    def fill() -> None:
+        generator.prefill(prompts)
+        generator.wait()
+
+    step = fill
+    if run.workload.phase == "decode":
+        fill()
+        for _ in range(run.workload.steps - 1):
+            generator.decode()
+        step = generator.decode
+    parts = Parts(generator.parameter_tensors(), (), (), ())
+    work = _Work(step, lambda: parts, generator.cache_tensors, (prompts,))
+    seen = _watched(run, mesh, Watch(scalars=scalars), work, start)
+    generator.wait()
+    meter().drain()
+    return seen
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is looked at: `step`, what the rank holds before and after it, and what it is given."""
+
+    step: Callable[[], object]
+    parts: Callable[[], Parts]
+    cache: Callable[[], Sequence[Tensor]] = tuple
+    inputs: Sequence[Tensor] = ()
+
+
+def _watched(run: RunSpec, mesh: ProcessMesh, watch: Watch, work: _Work, start: float) -> Trace:
+    meter().drain()
+    before = _names(watch, work)
+    for tensor in work.inputs:
         watch.see(tensor)
-    accountant = MemoryAccountant(engine.parts, watch.note_saved)
+    accountant = MemoryAccountant(work.parts, watch.note_saved)
     with meter().clocked(lambda: watch.time), watch, accountant:
-        engine.step(*batch)
+        work.step()
     calls = meter().drain_calls()
-    after = engine.parts()
-    names = {category: keys | _names(watch, after)[category] for category, keys in before.items()}
-    names["gradients"] = {watch.see(t) for t in after.gradients if t.numel()}
+    after = _names(watch, work)
+    names = {category: keys | after[category] for category, keys in before.items()}
+    names["gradients"] = {watch.see(t) for t in work.parts().gradients if t.numel()}
     steps = _timeline(watch.changes, names)
     peak_time, peak = max(steps, key=lambda step: sum(step[1].values()))
     return Trace(
@@ -122,7 +163,7 @@ def _watched(
         flops=dict(watch.flops),
         comm=tuple(Traffic(row.op, row.group, row.group_size, row.calls, row.bytes) for row in summed(calls)),
         calls=tuple(_traced(call) for call in calls),
-        held=accountant.peak(),
+        held=replace(accountant.peak(), cache=storage_bytes(work.cache())),
         peak=peak,
         peak_phase=watch.phase_at(peak_time),
         timeline=tuple(_thinned(steps)),
@@ -134,8 +175,6 @@ def _watched(
 def _check(run: RunSpec, rank: int) -> None:
     if run.strategy.engine != "torch":
         raise NotTracedError(f"strategy.engine={run.strategy.engine} cannot be traced; legal: torch")
-    if run.workload.phase != "train":
-        raise NotTracedError(f"workload.phase={run.workload.phase} cannot be traced; legal: train")
     if not 0 <= rank < run.strategy.devices:
         raise NotTracedError(f"rank={rank} is not in the grid; legal: 0 to {run.strategy.devices - 1}")
 
@@ -147,11 +186,12 @@ def _traced(call: Call) -> TracedCall:
     )
 
 
-def _names(watch: Watch, parts: Parts) -> dict[str, set[int]]:
+def _names(watch: Watch, work: _Work) -> dict[str, set[int]]:
     def seen(tensors: Iterable[Tensor]) -> set[int]:
         return {watch.see(t) for t in tensors if t.numel()}
 
-    return {"parameters": seen(parts.parameters), "optimizer": seen(parts.optimizer)}
+    parts = work.parts()
+    return {"parameters": seen(parts.parameters), "optimizer": seen(parts.optimizer), "cache": seen(work.cache())}
 
 
 def _timeline(changes: Sequence[Change], names: Mapping[str, set[int]]) -> list[tuple[int, dict[str, int]]]:
