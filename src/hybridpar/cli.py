@@ -577,6 +577,42 @@ def collectives(
 
 
 @app.command()
+def meter_overhead(
+    spec: SpecArgument,
+    settings: SettingsOption = None,
+    rounds: Annotated[int, typer.Option(min=4, help="Turns of metered and plain calls.")] = 30,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write it as JSON.")] = None,
+) -> None:
+    """Measure what metering every collective costs, a call and as a share of this run's step (real forked ranks)."""
+    from hybridpar.legality import violations
+
+    if out:
+        _must_be_writable(out)
+    with _one_sentence_per_fault():
+        run = load_run_spec(spec, settings or ())
+        found = violations(run, on_text=False)
+        if found:
+            _fail([str(violation) for violation in found], 3)
+        if run.strategy.engine != "torch" or run.workload.phase != "train" or run.strategy.devices < 2:
+            _fail(["a meter's share is told of training by the torch engine on 2 or more devices"], 2)
+        from hybridpar.launch.forked import preload
+        from hybridpar.measure.meter_overhead import meter_overhead as measured
+
+        preload()
+        try:
+            seen = measured(run, rounds)
+        except RuntimeError as error:
+            _fail([str(error)], 3)
+    typer.echo(
+        f"{seen.model} {seen.layout}: {seen.calls} calls in a step of {seen.step_seconds:.4f} s; metering adds "
+        f"{1e6 * seen.seconds_a_call:.1f} us (quartiles {1e6 * seen.low:.1f} to {1e6 * seen.high:.1f}) to "
+        f"{1e6 * seen.plain_seconds_a_call:.0f} us a call: {100 * seen.share:.2f} % of the step (tier: measured)"
+    )
+    if out:
+        _write_json(out, seen.row())
+
+
+@app.command()
 def departures(
     out: OutOption,
     only: Annotated[list[str] | None, typer.Option(help="Part of a name, e.g. Ulysses (may be repeated).")] = None,

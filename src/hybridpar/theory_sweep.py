@@ -255,7 +255,8 @@ def _in_processes(work: Sequence[Work], jobs: int) -> Iterator[Compared]:
             try:
                 while queue or running:
                     while queue and len(running) < jobs:
-                        running[pool.submit(_traced_rows, queue[0])] = queue.pop(0)
+                        future = pool.submit(_traced_rows, queue[0])
+                        running[future] = queue.pop(0)
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         compared = _outcome(running[future], future)
                         del running[future]

@@ -110,8 +110,8 @@ class Meter:
     _grid: RankGrid | None = None
     _labels: dict[tuple[int, ...], tuple[str, int]] = field(default_factory=dict)
 
-    def place(self, grid: RankGrid) -> None:
-        """Tell the meter how ranks are laid out, so that groups get the names of axes."""
+    def place(self, grid: RankGrid | None) -> None:
+        """Tell the meter how ranks are laid out, so that groups get the names of axes; None: nobody knows yet."""
         self._grid = grid
         self._labels.clear()
 

@@ -43,9 +43,12 @@ class HostOptimizer:
             copy.copy_(local_tensor(parameter))
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Forget the gradients on the device."""
+        """Forget the gradients on the device, or fill them with zeros."""
         for parameter in self._device:
-            parameter.grad = None
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                local_tensor(parameter.grad).zero_()
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether this optimizer updates a parameter."""

@@ -38,10 +38,10 @@ class Optimizers:
         for part in self._parts:
             part.step()
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Forget the gradients, or fill them with zeros where they are."""
         for part in self._parts:
-            part.zero_grad(set_to_none=True)
+            part.zero_grad(set_to_none=set_to_none)
 
     def on_device(self) -> tuple[Tensor, ...]:
         """State in the memory of the device."""

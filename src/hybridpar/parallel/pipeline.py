@@ -79,10 +79,11 @@ class Pipeline:
         """Forward and backward of all micro-batches; the losses, one a micro-batch, where the last stage is."""
         losses: list[Tensor] = []
         inputs = (tokens,) if any(stage.is_first for stage in self.stages) else ()
+        # Logits are wanted by nobody but the loss; torch would keep those of all micro-batches.
         if any(stage.is_last for stage in self.stages):
-            self.schedule.step(*inputs, target=targets, losses=losses)
+            self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
         else:
-            self.schedule.step(*inputs)
+            self.schedule.step(*inputs, return_outputs=False)
         for stage in self.stages:
             stage.finish()
         return losses

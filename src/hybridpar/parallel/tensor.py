@@ -95,23 +95,25 @@ class _VocabParallelCrossEntropy(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        largest = logits.amax(-1)
+        ctx.dtype = logits.dtype
+        largest = logits.amax(-1).to(statistics_dtype(logits))
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        shifted = logits - largest.unsqueeze(-1)
+        shifted = logits - largest.unsqueeze(-1)  # in the wider format; from here on in place: logits are large
         local = targets - first
         absent = (local < 0) | (local >= logits.shape[-1])
         index = local.masked_fill(absent, 0).unsqueeze(-1)
         at_target = shifted.gather(-1, index).squeeze(-1).masked_fill(absent, 0.0)
-        exponentials = shifted.exp()
+        exponentials = shifted.exp_()
         both = all_reduced(torch.stack((at_target, exponentials.sum(-1))), group)
-        ctx.save_for_backward(exponentials / both[1].unsqueeze(-1), index, absent)
+        ctx.save_for_backward(exponentials.div_(both[1].unsqueeze(-1)), index, absent)
         return both[1].log() - both[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, index, absent = ctx.saved_tensors
-        at_target = torch.zeros_like(probabilities).scatter_(-1, index, (~absent).unsqueeze(-1).to(probabilities.dtype))
-        return (probabilities - at_target) * grads[0].unsqueeze(-1), None, None, None
+        grad = probabilities.clone()
+        grad.scatter_add_(-1, index, absent.to(grad.dtype).unsqueeze(-1) - 1)
+        return grad.mul_(grads[0].unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
 def vocab_parallel_loss(logits: Tensor, targets: Tensor, *, first: int, group: dist.ProcessGroup) -> Tensor:
@@ -126,5 +128,4 @@ def vocab_parallel_loss(logits: Tensor, targets: Tensor, *, first: int, group: d
     Returns:
         scalar, the same on every rank of the group.
     """
-    wide = logits.to(statistics_dtype(logits))
-    return _VocabParallelCrossEntropy.apply(wide, targets, first, group).mean()
+    return _VocabParallelCrossEntropy.apply(logits, targets, first, group).mean()

@@ -53,12 +53,13 @@ class TorchEngine:
         self._sums = _partial_sums(run, mesh, parameters)
         self._embedding_ends = _embedding_ends(run, mesh)
         self._counted_elsewhere = _counted_elsewhere(run, mesh, parameters)
-        is_averaged = any(isinstance(m, DistributedDataParallel | FSDPModule) for m in modules.values())
+        self._has_buckets = any(isinstance(m, DistributedDataParallel) for m in modules.values())
+        is_averaged = self._has_buckets or any(isinstance(m, FSDPModule) for m in modules.values())
         self._averages_late = replicas.group.size() > 1 and not is_averaged and not replicas.averages_stage_by_stage
 
     def step(self, tokens: Tensor, targets: Tensor) -> StepResult:
         """See `Engine.step`."""
-        self._optimizers.zero_grad()
+        self.forget_gradients()
         loss = self._forward_backward(tokens, targets)
         self._complete_gradients()
         grads = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
@@ -103,8 +104,9 @@ class TorchEngine:
         self._optimizers.prepare_state()
 
     def forget_gradients(self) -> None:
-        """As a step does first."""
-        self._optimizers.zero_grad()
+        """As a step does first. Those that lie in the buckets of DDP stay there: forgotten, they would be made anew
+        beside their buckets, and be held twice until the last micro-batch."""
+        self._optimizers.zero_grad(set_to_none=not self._has_buckets)
 
     def load(self, path: Path) -> int:
         """See `Resumable.load`."""

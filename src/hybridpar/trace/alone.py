@@ -78,8 +78,8 @@ def _agreed(_schedule: _PipelineSchedule, stages: Sequence[Any], *_: Any) -> Non
 class BucketedReplica(DistributedDataParallel):
     """DistributedDataParallel as far as sizes and order go; see `hybridpar.parallel.data.replicate`.
 
-    Gradients are made and summed over micro-batches as ever; in the last backward pass each moves into its place in a
-    bucket, and a bucket that is full is reduced.
+    Gradients are summed over micro-batches in their places in a bucket; in the last backward pass a bucket that is full
+    is reduced.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, ignored: Sequence[str]) -> None:
@@ -89,8 +89,9 @@ class BucketedReplica(DistributedDataParallel):
         averaged = [p for name, p in module.named_parameters() if name not in set(ignored)][::-1]
         self._buckets = [_Bucket.of(bucket) for bucket in _filled(averaged)]
         for bucket in self._buckets:
-            for place, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket, place))
+            for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
+                parameter.grad = view  # as after a first step
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
         self._syncs = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,12 +108,9 @@ class BucketedReplica(DistributedDataParallel):
             self._syncs = True
 
     @torch.no_grad()
-    def _arrived(self, bucket: _Bucket, place: int, parameter: Tensor) -> None:
+    def _arrived(self, bucket: _Bucket, _: Tensor) -> None:
         if not self._syncs:
             return
-        view = bucket.views[place]
-        view.copy_(parameter.grad)  # type: ignore[arg-type]
-        parameter.grad = view
         bucket.waiting -= 1
         if not bucket.waiting:
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
