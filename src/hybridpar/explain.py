@@ -5,13 +5,13 @@ The formulas themselves are written at the top of the modules of `hybridpar.theo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hybridpar.mesh import RankGrid
 from hybridpar.parallel.sharding import layers_of_stage, stages_of
 from hybridpar.specs import RunSpec
-from hybridpar.theory import activations, rank_flops, state, traffic
+from hybridpar.theory import activations, rank_flops, serving, state, traffic
 from hybridpar.theory.coverage import NotCoveredError
 from hybridpar.theory.parameters import BYTES, held_parameters
 
@@ -62,6 +62,9 @@ def explain(run: RunSpec, rank: int, quantity: str) -> list[Explanation]:
 
 
 def _memory(run: RunSpec, rank: int) -> Iterator[Explanation]:
+    if run.workload.phase != "train":
+        yield _covered("held while serving", serving.__doc__, lambda: _held(run, rank))
+        return
     yield _covered("state between steps", state.__doc__, lambda: _state(run, rank))
     yield _covered("activations of one micro-batch", activations.__doc__, lambda: _pieces(run, rank))
     yield _covered(
@@ -74,6 +77,11 @@ def _memory(run: RunSpec, rank: int) -> Iterator[Explanation]:
 def _state(run: RunSpec, rank: int) -> list[Term]:
     held = state.state_of_rank(run, rank)
     return [Term(name, getattr(held, name), "bytes") for name in held.__dataclass_fields__]
+
+
+def _held(run: RunSpec, rank: int) -> list[Term]:
+    form = serving.served(run, rank)
+    return [Term("parameters", form.parameters, "bytes"), Term("cache", form.cache, "bytes")]
 
 
 def _pieces(run: RunSpec, rank: int) -> list[Term]:
@@ -89,21 +97,37 @@ def _pieces(run: RunSpec, rank: int) -> list[Term]:
 
 
 def _flops(run: RunSpec, rank: int) -> Iterator[Explanation]:
-    yield _covered("matrix products of a step", rank_flops.__doc__, lambda: _phases(run, rank))
+    if run.workload.phase != "train":
+        yield _covered(_served_step(run), serving.__doc__, lambda: _terms(serving.served(run, rank, _last(run)).flops))
+        return
+    yield _covered("matrix products of a step", rank_flops.__doc__, lambda: _terms(rank_flops.flops_of_step(run, rank)))
 
 
-def _phases(run: RunSpec, rank: int) -> list[Term]:
-    return [Term(phase, flops, "FLOPs") for phase, flops in rank_flops.flops_of_step(run, rank).items()]
+def _terms(flops: Mapping[str, int]) -> list[Term]:
+    return [Term(phase, count, "FLOPs") for phase, count in flops.items()]
+
+
+def _last(run: RunSpec) -> int:
+    return run.workload.steps - 1
+
+
+def _served_step(run: RunSpec) -> str:
+    what = {"prefill": "a prefill", "decode": "the last decoded token"}
+    return f"matrix products of {what[run.workload.phase]}"
 
 
 def _comm(run: RunSpec, rank: int) -> Iterator[Explanation]:
-    yield _covered("sent in a step", traffic.__doc__, lambda: _rows(run, rank))
+    if run.workload.phase != "train":
+        last = _last(run)
+        yield _covered("sent", serving.__doc__, lambda: _rows(serving.served(run, rank, last).traffic))
+        return
+    yield _covered("sent in a step", traffic.__doc__, lambda: _rows(traffic.traffic_of_step(run, rank)))
 
 
-def _rows(run: RunSpec, rank: int) -> list[Term]:
+def _rows(sent: Iterable[traffic.Traffic]) -> list[Term]:
     return [
         Term(f"{row.op} over {row.group}, {row.group_size} ranks, {row.calls} calls", row.bytes, "bytes")
-        for row in traffic.traffic_of_step(run, rank)
+        for row in sent
     ]
 
 
