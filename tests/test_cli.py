@@ -34,6 +34,51 @@ def test_a_legal_spec_is_said_to_be_legal() -> None:
     assert (shown.exit_code, shown.output.split(":")[0]) == (0, "legal")
 
 
+PLAN = ("plan", "--model", "llama-3-8b", "--cluster", "H100-80G:8", "--workload", "seq_len=4096,global_batch=64")
+
+
+def test_a_plan_is_made_and_told() -> None:
+    shown = _call(*PLAN[:-1], f"{PLAN[-1]},precision=bf16", "--only", "micro_batch=1,2", "--quick")
+    assert shown.exit_code == 0
+    assert "why not otherwise" in shown.output
+    assert "tier: predicted" in shown.output
+
+
+def test_a_plan_that_fits_nowhere_ends_with_3() -> None:
+    workload = "seq_len=8192,global_batch=8,precision=bf16"
+    shown = _call("plan", "--model", "llama-3-405b", "--cluster", "A100-80G:8", "--workload", workload)
+    assert shown.exit_code == 3
+    assert "nothing fits" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        ((*PLAN[:4], "H100-80G", *PLAN[5:]), 1, "--cluster 'H100-80G' is not legal; legal: ACCELERATOR:DEVICES"),
+        ((*PLAN[:4], "H1000:8", *PLAN[5:]), 1, "accelerator='H1000' is unknown; legal: A100-40G"),
+        ((*PLAN[:4], "H100-80G:0", *PLAN[5:]), 1, "--cluster 'H100-80G:0' is not legal"),
+        ((*PLAN[:-1], "seq_len"), 1, "--workload 'seq_len' is not of the form key=value"),
+        ((*PLAN[:-1], "seq_len=-1"), 1, "workload.seq_len=-1 is not legal"),
+        ((*PLAN[:-1], "phase=decode"), 1, "workload.phase=decode cannot be planned yet"),
+        ((*PLAN[:2], "llama-4", *PLAN[3:]), 1, "model.preset='llama-4' is unknown"),
+        ((*PLAN[:2], "missing.json", *PLAN[3:]), 1, "missing.json"),
+        ((*PLAN, "--only", "tp"), 1, "--only 'tp' is not legal; legal: KEY=V1,V2"),
+        ((*PLAN, "--only", "tp=two"), 1, "--only 'tp=two': 'two' is no whole number"),
+        ((*PLAN, "--only", "sp=yes"), 1, "--only 'sp=yes': 'yes' is not legal; legal: true, false"),
+        ((*PLAN, "--only", "schedule=zb"), 1, "schedule=zb is not legal; legal: gpipe"),
+        ((*PLAN, "--objective", "speed"), 2, "--objective speed is not legal; legal: time, memory, cost"),
+        ((*PLAN, "--json", "/proc/none/p.json"), 2, "--json /proc/none/p.json cannot be written"),
+        (("predict", SPEC, "--on", "abacus"), 1, "accelerator='abacus' is unknown"),
+        (("predict", SPEC, "--on", "H100-80G", "--set", "strategy.tp=8"), 3, "does not divide model.heads=4"),
+    ],
+)
+def test_faults_of_planning_are_sentences(arguments: tuple[str, ...], code: int, sentence: str) -> None:
+    shown = _call(*arguments)
+    assert shown.exit_code == code
+    assert sentence in shown.stderr
+    assert "Traceback" not in shown.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
