@@ -29,6 +29,7 @@ EXECUTED = f"notebooks/executed/{STUDY}"
 include: "src/rules/study.smk"
 include: "src/rules/runs.smk"
 include: "src/rules/tables.smk"
+include: "src/rules/theory.smk"
 include: "src/rules/notebooks.smk"
 include: "src/rules/paper.smk"
 

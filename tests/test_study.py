@@ -13,7 +13,7 @@ import pytest
 from hybridpar.legality import infeasible_reason
 from hybridpar.parity_layouts import SCHEDULES
 from hybridpar.specs import SpecError
-from hybridpar.study import Study, batches, factorise, load_study
+from hybridpar.study import Study, Theory, batches, factorise, load_study
 
 STUDIES = Path(__file__).parents[1] / "data" / "studies"
 
@@ -54,6 +54,13 @@ def test_a_sweep_is_models_by_strategies_by_repeats(tmp_path: Path) -> None:
         for strategy in ("one-device", "dp2")
         for repeat in (0, 1)
     )
+
+
+def test_a_study_says_how_much_of_theory_it_compares(tmp_path: Path) -> None:
+    assert _study(tmp_path, f"{TINY}    theory: {{layouts: 2, random: 0}}\n").theory == Theory(layouts=2, random=0)
+    assert _study(tmp_path, TINY).theory == Theory()
+    (fault,) = _faults(tmp_path, f"{TINY}    theory: {{layouts: -1}}\n")
+    assert "theory.layouts" in fault
 
 
 def test_a_sweep_goes_over_the_defaults_and_a_model_over_its_preset(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@
         factorisations:                             # and every product of degrees, legal or not
           - {devices: [4, 8], axes: [dp, tp, pp], strategy: {zero: 1}}
         repeats: 3
+    theory: {layouts: 4, random: 1, measured: 2}    # how many runs of a family are compared with closed forms
 
 What is illegal stays in the study and becomes a row with outcome `infeasible`. A run that several sweeps name is made
 once. Runs are ordered by repeat first, so that the repeats of one cell lie apart in time and a drift of the machine
@@ -85,12 +86,21 @@ class Defaults(_Strict):
     cluster: dict[str, Any] = Field(default={}, description="cluster fields")
 
 
+class Theory(_Strict):
+    """How much of `hybridpar check-theory` the study runs: small models of each family."""
+
+    layouts: Annotated[int, Field(ge=0)] = Field(4, description="layouts of a family to trace, evenly spaced")
+    random: Annotated[int, Field(ge=0)] = Field(1, description="random runs of a family to trace, too")
+    measured: Annotated[int, Field(ge=0)] = Field(2, description="layouts of a family to run in real ranks, too")
+
+
 class StudyFile(_Strict):
     """The file as written."""
 
     name: str = Field(description="name of the study, a folder name", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     defaults: Defaults = Field(default=Defaults(), description="fields for every run")
     sweeps: list[Sweep] = Field(description="the runs", min_length=1)
+    theory: Theory = Field(default=Theory(), description="what closed forms are compared with")
 
     @model_validator(mode="after")
     def _check(self) -> StudyFile:
@@ -115,6 +125,7 @@ class Study:
 
     name: str
     cells: tuple[Cell, ...]
+    theory: Theory
 
     @property
     def runs(self) -> tuple[RunSpec, ...]:
@@ -150,7 +161,7 @@ def _expand(path: Path, study: StudyFile) -> Study:
     if faults:
         raise SpecError(list(dict.fromkeys(faults)))
     cells = [Cell(run, tuple(dict.fromkeys(names))) for run, names in sweeps_of.items()]
-    return Study(study.name, tuple(sorted(cells, key=lambda cell: cell.run.repeat)))
+    return Study(study.name, tuple(sorted(cells, key=lambda cell: cell.run.repeat)), study.theory)
 
 
 def _contents(study: StudyFile, sweep: Sweep) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ for _notebook, _artifacts in SAVED.items():
             source=f"notebooks/{_notebook}.ipynb",
             tables=rules.tables.output,
             bench=[*rules.collectives.output, *rules.departures.output],
+            theory=rules.theory.output,
             code=artifacts_code(but=("numbers", "paper", "prose", "report")),
         output:
             executed=[

@@ -17,6 +17,7 @@ rule numbers:
     input:
         tables=rules.tables.output,
         bench=[*rules.collectives.output, *rules.departures.output],
+        theory=rules.theory.output,
         code=artifacts_code(
             but=(
                 "figures",

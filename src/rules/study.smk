@@ -7,11 +7,11 @@ from hybridpar.study import LARGEST_BATCH, batches, digest, load_study
 LARGEST = int(config.get("largest_batch", LARGEST_BATCH))
 
 try:
-    BATCHES = {
-        batch.name: batch for batch in batches(load_study(Path(STUDY_FILE)), LARGEST)
-    }
+    _study = load_study(Path(STUDY_FILE))
 except SpecError as error:
     raise WorkflowError("\n".join(error.faults))
+BATCHES = {batch.name: batch for batch in batches(_study, LARGEST)}
+THEORY = _study.theory
 
 
 def stamp_of(batch):

@@ -34,16 +34,18 @@ def small(small_paths: tuple[Path, Path]) -> Study:
 
 @pytest.fixture(scope="session")
 def lone(tmp_path_factory: pytest.TempPathFactory) -> Study:
-    """One family on one device, and no benchmark."""
+    """One family on one device, no benchmark, and no comparison with theory."""
     tables, bench = synthetic.write(
         tmp_path_factory.mktemp("lone"), families=("llama",), sizes=("small",), worlds=(1,), repeats=1
     )
     shutil.rmtree(bench)
+    (tables / "theory.parquet").unlink()
     return inputs.load(tables, bench)
 
 
 @pytest.fixture(scope="session")
 def failed(small: Study) -> Study:
     """A study in which every run crashed."""
-    nothing = {name: getattr(small, name).head(0) for name in ("steps", "collectives", "memory", "bench", "departures")}
+    names = ("steps", "collectives", "memory", "bench", "departures", "theory")
+    nothing = {name: getattr(small, name).head(0) for name in names}
     return replace(small, runs=small.runs.assign(outcome="crash", reason="rank 0 left with exit code 1"), **nothing)

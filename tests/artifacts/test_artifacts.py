@@ -18,6 +18,7 @@ from hybridpar.artifacts import (
     numbers,
     serving_artifacts,
     tables,
+    theory_artifacts,
 )
 from hybridpar.artifacts.artifact import Artifact, FigureArtifact, Missing, TableArtifact
 from hybridpar.artifacts.catalogue import artifact_names
@@ -36,6 +37,7 @@ FIGURES: tuple[Callable[[Study], Artifact], ...] = (
     serving_artifacts.decode_latency,
     serving_artifacts.cache_growth,
     engine_artifacts.engine_ratios,
+    theory_artifacts.theory_coverage,
 )
 TABLES: tuple[Callable[[Study], Artifact], ...] = (
     tables.wire_bytes,
@@ -54,14 +56,20 @@ TABLES: tuple[Callable[[Study], Artifact], ...] = (
     serving_artifacts.serving,
     engine_artifacts.engines,
     engine_artifacts.departures,
+    theory_artifacts.theory_comparisons,
+    theory_artifacts.theory_deviations,
+    theory_artifacts.theory_uncovered,
 )
+# Closed forms need no run.
+PREDICTED_FIGURES: tuple[Callable[[Study], Artifact], ...] = (theory_artifacts.schedule_memory_form,)
+PREDICTED: tuple[Callable[[Study], Artifact], ...] = (*PREDICTED_FIGURES, theory_artifacts.block_forms)
 
 
 def test_the_catalogue_names_every_artifact_once(full: Study) -> None:
-    assert sorted(make(full).name for make in FIGURES + TABLES) == sorted(artifact_names())
+    assert sorted(make(full).name for make in FIGURES + TABLES + PREDICTED) == sorted(artifact_names())
 
 
-@pytest.mark.parametrize("make", FIGURES)
+@pytest.mark.parametrize("make", FIGURES + PREDICTED_FIGURES)
 def test_a_figure_is_one_column_wide_and_none_of_its_text_is_cut_off(
     make: Callable[[Study], FigureArtifact], full: Study
 ) -> None:
@@ -91,6 +99,19 @@ def test_a_caption_names_tier_and_where_times_are_shown_what_they_cannot_say(
         assert "Tier: measured" in artifact.caption
     if artifact.name in ("single-throughput", "hybrid-strategies", "best-strategy-map", "collective-time"):
         assert "not GPU times" in artifact.caption
+
+
+@pytest.mark.parametrize("make", PREDICTED)
+def test_what_is_predicted_says_so_and_is_the_same_whatever_was_run(
+    make: Callable[[Study], Artifact], full: Study, failed: Study
+) -> None:
+    artifact = make(full)
+
+    assert not isinstance(artifact, Missing)
+    assert artifact.provenance.tier == "predicted"
+    assert artifact.provenance.run_ids == ()
+    assert artifact.caption.endswith("Tier: predicted.")
+    assert make(failed).caption == artifact.caption
 
 
 @pytest.mark.parametrize("make", FIGURES + TABLES)

@@ -14,6 +14,7 @@ from hybridpar.artifacts.catalogue import QUESTIONS, artifact_names
 from hybridpar.artifacts.notebook import execute
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(300)  # every notebook starts a kernel
 
 
 @pytest.fixture(scope="module")

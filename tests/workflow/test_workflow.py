@@ -28,7 +28,7 @@ sweeps:
 # Snakemake itself takes seconds a call, more on a busy machine.
 pytestmark = pytest.mark.timeout(300)
 
-AFTER_TABLES = {**{f"notebook_{number:02}": 1 for number in range(1, 8)}, "numbers": 1}
+AFTER_TABLES = {**{f"notebook_{number:02}": 1 for number in range(1, 9)}, "numbers": 1}
 END = {"paper": 1, "report": 1, "all": 1}
 
 
@@ -38,7 +38,8 @@ def _checkout(folder: Path) -> Path:
     stand_in.parent.mkdir()
     stand_in.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("stand_in.py")} "$@"\n')
     stand_in.chmod(0o755)
-    for name in ("src/rules", "src/hybridpar/artifacts", "src/hybridpar/results", "notebooks", "paper", "envs"):
+    package = [f"src/hybridpar/{name}" for name in ("artifacts", "results", "theory")]
+    for name in ("src/rules", *package, "notebooks", "paper", "envs"):
         ignored = shutil.ignore_patterns("executed", "generated", "__pycache__", "*.pdf")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "Snakefile", folder)
@@ -99,7 +100,8 @@ def test_a_fresh_study_runs_every_command_and_each_batch_once(finished: Path) ->
         "collectives": 1,
         "departures": 1,
         "tables": 1,
-        "notebook": 7,
+        "check-theory": 1,
+        "notebook": 8,
         "numbers": 1,
         "paper": 1,
         "report": 1,
@@ -139,6 +141,30 @@ def test_a_plot_reruns_notebooks_and_no_job(copy: Path) -> None:
 def test_a_table_reruns_what_reads_it_and_no_job(copy: Path) -> None:
     _edit(copy / "src/hybridpar/results/tables.py")
     assert _planned(copy) == {"tables": 1, **AFTER_TABLES, **END}
+
+
+def test_a_closed_form_is_compared_anew_and_reruns_no_job(copy: Path) -> None:
+    _edit(copy / "src/hybridpar/theory/traffic.py")
+    assert _planned(copy) == {"theory": 1, **AFTER_TABLES, **END}
+
+
+@pytest.mark.parametrize("amount", ["layouts: 1", "layouts: 2, measured: 4"])  # the second: the usual, exchanged
+def test_another_number_of_layouts_is_compared_anew_and_reruns_no_job(copy: Path, amount: str) -> None:
+    path = copy / "data/studies/tiny.yaml"
+    path.write_text(f"{STUDY}theory: {{{amount}}}\n")
+    assert _planned(copy) == {"theory": 1, **AFTER_TABLES, **END}
+
+
+def test_a_number_that_deviates_stops_nothing_but_a_fault_does(copy: Path) -> None:
+    theory, stand_in = copy / "data/tables/tiny/theory.parquet", copy / "bin/hybridpar"
+    honest = stand_in.read_text()
+    nothing_written = f"rm {theory.relative_to(copy)}; exit 3"
+    for end, ends_well in (("exit 3", True), ("exit 1", False), (nothing_written, False)):
+        theory.unlink(missing_ok=True)
+        stand_in.write_text(f"{honest.replace('exec ', '')}{end}\n")
+        done = _snakemake(copy, str(theory.relative_to(copy)))
+        assert (done.returncode == 0) == ends_well, done.stderr
+        assert theory.exists() == ends_well
 
 
 def test_a_changed_cell_reruns_its_batch_alone(copy: Path) -> None:

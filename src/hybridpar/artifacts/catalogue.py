@@ -61,6 +61,15 @@ QUESTIONS = (
         ("engines", "engine-ratios", "departures"),
         ("engines", "departures"),
     ),
+    Question(
+        "08-is-theory-true",
+        "What does theory say, and is it true?",
+        (
+            *("theory-coverage", "theory-comparisons", "theory-deviations", "theory-uncovered"),
+            *("schedule-memory-form", "block-forms"),
+        ),
+        ("theory",),
+    ),
 )
 
 

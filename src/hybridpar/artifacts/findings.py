@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from hybridpar.artifacts import captions, collective_cost, comparison, engine_artifacts, memory_use, serving
+from hybridpar.artifacts import (
+    captions,
+    collective_cost,
+    comparison,
+    engine_artifacts,
+    layer_forms,
+    memory_use,
+    serving,
+    theory_artifacts,
+)
 from hybridpar.artifacts.inputs import Study
 from hybridpar.outcome import OUTCOMES
 
@@ -161,6 +170,67 @@ def departures(study: Study) -> list[Finding]:
         worst = trained.iloc[int(deviation.to_numpy().argmax())]
         text += f" The largest deviation is {deviation.max():.1e}, of {worst['setting']}: {worst['differs']}."
     return [Finding("departures", text, ())]
+
+
+def theory(study: Study) -> list[Finding]:
+    """Whether closed forms are what the program does, what has none, and what they predict of pipelines."""
+    return [*_compared_with_theory(study.theory), *_uncovered(study), _predicted_schedules()]
+
+
+def _compared_with_theory(rows: pd.DataFrame) -> list[Finding]:
+    if rows.empty:
+        return [Finding("theory-verdicts", theory_artifacts.NOT_COMPARED, ())]
+    counts, tiers = rows["verdict"].value_counts(), rows["tier"].value_counts()
+    exact, explained, deviating = (int(counts.get(verdict, 0)) for verdict in ("exact", "explained", "deviates"))
+    seen = _and([f"{count:,} were {tier}" for tier, count in tiers.items()])
+    text = (
+        f"Of {_count(exact + explained + deviating, 'number')} that a closed form predicts, {exact:,} are exactly what "
+        f"the program did, {explained:,} differ for a reason that is known, and "
+        f"{f'{deviating:,} deviate' if deviating else 'none deviates'}. Of all {len(rows):,}, those without a form "
+        f"included, {seen}; {_phases(rows)} layouts of {_count(rows['family'].nunique(), 'family', 'families')}."
+    )
+    if deviating:
+        wrong = rows[rows["verdict"] == "deviates"]
+        difference = theory_artifacts.relative_difference(wrong)
+        worst = wrong.iloc[int(difference.to_numpy().argmax())]
+        text += (
+            f" The largest deviation is {_percent(float(difference.max()))}, of {worst['quantity']} ({worst['item']}) "
+            f"for {worst['layout']}, {worst['model']}."
+        )
+    return [Finding("theory-verdicts", text, ())]
+
+
+def _phases(rows: pd.DataFrame) -> str:
+    """How many layouts were trained and served: `12 trained and 4 served`."""
+    is_trained = rows["phase"] == "train"
+    counts = {"trained": rows.loc[is_trained, "run_id"].nunique(), "served": rows.loc[~is_trained, "run_id"].nunique()}
+    return _and([f"{count:,} {word}" for word, count in counts.items() if count])
+
+
+def _uncovered(study: Study) -> list[Finding]:
+    if study.theory.empty:
+        return []
+    reasons = theory_artifacts.uncovered(study)
+    if reasons.empty:
+        return [Finding("theory-uncovered", "Every number that was seen has a closed form.", ())]
+    parts = [f"{row['numbers']:,} of {row['quantities']} ({row['reason']})" for _, row in reasons.iterrows()]
+    text = f"{_count(int(reasons['numbers'].sum()), 'number')} without a closed form: {'; '.join(parts)}."
+    return [Finding("theory-uncovered", text, ())]
+
+
+def _predicted_schedules() -> Finding:
+    table = layer_forms.schedules().drop_duplicates(["schedule", "place"])
+    fullest = table.loc[table.groupby("schedule", sort=False)["peak"].idxmax()]
+    parts = [
+        f"{layer_forms.SCHEDULES[row['schedule']]} {row['peak'] / 1e9:,.1f} GB (its {row['place']} rank)"
+        for _, row in fullest.sort_values("peak", kind="stable").iterrows()
+    ]
+    run = layer_forms.schedule_run("1f1b")
+    text = (
+        f"In closed form (tier: predicted), the fullest rank of {run.strategy.pp} pipeline ranks of {run.model.name} "
+        f"holds these activations with {run.micro_batches} micro-batches: {_and(parts)}."
+    )
+    return Finding("theory-schedules", text, ())
 
 
 def schedules(study: Study) -> list[Finding]:
@@ -363,6 +433,7 @@ def everything(study: Study) -> dict[str, list[Finding]]:
         "memory": memory(study),
         "serving": serving_cost(study),
         "departures": departures(study),
+        "theory": theory(study),
     }
 
 

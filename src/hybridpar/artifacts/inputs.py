@@ -30,6 +30,10 @@ COLUMNS = {
     "collectives": ("run_id", "op", "group", "group_size", "calls", "bytes", "wire_bytes", "exposed_seconds"),
     "memory": ("run_id", "category", "bytes"),
     "bench": ("op", "world", "bytes", "repeat", "seconds", "wire_bytes", "tier"),
+    "theory": (
+        *("run_id", "family", "model", "layout", "phase", "rank", "quantity", "item", "tier"),
+        *("predicted", "seen", "verdict", "note"),
+    ),
 }
 
 
@@ -55,6 +59,8 @@ class Study:
     memory: one row a run and category, `bytes` (largest rank).
     bench: one row a measured collective; empty when the benchmark was not run.
     departures: one row a setting with which DeepSpeed trains another model; empty when they were not measured.
+    theory: one row a number of a closed form beside what the program did (see `hybridpar.check_theory`); empty when
+        they were not compared.
     """
 
     name: str
@@ -64,6 +70,7 @@ class Study:
     memory: pd.DataFrame
     bench: pd.DataFrame
     departures: pd.DataFrame
+    theory: pd.DataFrame
 
     @property
     def finished(self) -> pd.DataFrame:
@@ -93,12 +100,16 @@ class Study:
         """Tier and testbed of an artifact made from the collective benchmark, which is no run."""
         return Provenance(tier=_listed(self.bench["tier"]), testbed=_listed(self.runs["testbed"]), run_ids=())
 
+    def theory_provenance(self) -> Provenance:
+        """Tiers and testbed of an artifact made from comparisons with closed forms, which are no runs of the study."""
+        return Provenance(tier=_listed(self.theory["tier"]), testbed=_listed(self.runs["testbed"]), run_ids=())
+
 
 def load(tables_dir: str | Path, bench_dir: str | Path, name: str | None = None) -> Study:
-    """Read the tables of a study and, where they exist, the benchmarks, which are no runs.
+    """Read the tables of a study and, where they exist, the benchmarks and comparisons with theory, which are no runs.
 
     Args:
-        tables_dir: holds the Parquet files of the study.
+        tables_dir: holds the Parquet files of the study; theory.parquet may be missing.
         bench_dir: holds collectives.parquet and departures.json.
         name: of the study; the name of `tables_dir` when left out.
 
@@ -108,14 +119,16 @@ def load(tables_dir: str | Path, bench_dir: str | Path, name: str | None = None)
     folder = Path(tables_dir)
     tables = {name: _read(folder / f"{name}.parquet", name) for name in ("runs", "steps", "collectives", "memory")}
     bench, departures = Path(bench_dir, "collectives.parquet"), Path(bench_dir, "departures.json")
+    theory = folder / "theory.parquet"
     return Study(
         name=name or folder.name,
         runs=_with_derived_columns(tables["runs"]),
         steps=tables["steps"],
         collectives=tables["collectives"],
         memory=tables["memory"],
-        bench=_read(bench, "bench") if bench.exists() else pd.DataFrame(columns=list(COLUMNS["bench"])),
+        bench=_read(bench, "bench") if bench.exists() else _nothing("bench"),
         departures=_read_departures(departures) if departures.exists() else pd.DataFrame(),
+        theory=_read(theory, "theory") if theory.exists() else _nothing("theory"),
     )
 
 
@@ -129,6 +142,10 @@ def _read_departures(path: Path) -> pd.DataFrame:
     if lacking:
         raise InputError(f"{path} has no column {', '.join(lacking)}; write it anew with this version")
     return rows
+
+
+def _nothing(table: str) -> pd.DataFrame:
+    return pd.DataFrame(columns=list(COLUMNS[table]))
 
 
 def _read(path: Path, table: str) -> pd.DataFrame:

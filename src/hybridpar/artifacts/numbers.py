@@ -39,7 +39,7 @@ def write(tables_dir: Path, bench_dir: Path, out_json: Path, study: str | None =
 
 def collect(study: Study) -> dict[str, Number]:
     """All quoted numbers by key; a number that the study has no runs for has the value None and says so."""
-    quoted = dict(_counts(study)) | dict(_bench(study)) | dict(_comparisons(study))
+    quoted = dict(_counts(study)) | dict(_bench(study)) | dict(_comparisons(study)) | dict(_theory(study))
     for question, found in findings.everything(study).items():
         quoted |= {f"finding-{question}-{n}": Number(one.key, "", one.text, one.run_ids) for n, one in enumerate(found)}
         quoted[f"findings-{question}"] = Number(len(found), "sentences", str(len(found)), ())
@@ -100,6 +100,21 @@ def _comparisons(study: Study) -> Iterator[tuple[str, Number]]:
     mfu = table["mfu"].dropna()
     highest = float(mfu.max()) if len(mfu) else None
     yield "mfu-highest", Number(highest, "share", _percent_or_nothing(highest), ids)
+
+
+_VERDICTS = {"exact": "exact", "explained": "explained", "deviates": "deviating", "uncovered": "uncovered"}
+
+
+def _theory(study: Study) -> Iterator[tuple[str, Number]]:
+    """Of comparisons with closed forms, which are no runs of the study."""
+    rows = study.theory
+    yield "theory-comparisons", _whole(len(rows), "numbers", ())
+    for verdict, word in _VERDICTS.items():
+        yield f"theory-{word}", _whole(int((rows["verdict"] == verdict).sum()), "numbers", ())
+    yield "theory-predicted", _whole(int((rows["verdict"] != "uncovered").sum()), "numbers", ())
+    for tier in ("traced", "measured"):
+        yield f"theory-{tier}", _whole(int((rows["tier"] == tier).sum()), "numbers", ())
+    yield "theory-layouts", _whole(rows["run_id"].nunique(), "layouts", ())
 
 
 def _whole(value: int, unit: str, run_ids: tuple[str, ...]) -> Number:

@@ -70,6 +70,12 @@ CATEGORY_COLOURS: Mapping[str, Any] = {
     "host": _PALETTE[3],
     "cache": _PALETTE[5],
 }
+VERDICT_COLOURS: Mapping[str, Any] = {
+    "exact": _PALETTE[2],
+    "explained": _PALETTE[0],
+    "deviates": _PALETTE[3],
+    "uncovered": (0.75, 0.75, 0.75),
+}
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 
 
