@@ -14,8 +14,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from hybridpar.cost.coefficients import RAW, Coefficients
+from hybridpar.cost.doubt import Doubt
 from hybridpar.cost.hardware import Accelerator
-from hybridpar.cost.predict import Doubt, Prediction, predict_many
+from hybridpar.cost.predict import Prediction, predict_many
 from hybridpar.cost.space import CP_KINDS, OFFLOADS, RECOMPUTES, SCHEDULES, Array, Candidates, of_strategy
 from hybridpar.plan.space import Options, SpaceError, legal_candidates
 from hybridpar.specs import ClusterSpec, ModelSpec, Strategy, WorkloadSpec
