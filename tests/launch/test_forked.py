@@ -113,6 +113,32 @@ def test_a_rank_that_ends_itself_gives_no_value(tmp_path: Path) -> None:
     assert (end.exit_code, end.value) == (0, None)
 
 
+def test_a_rank_enters_its_place_before_its_body_and_its_parent_stays(tmp_path: Path) -> None:
+    places = [tmp_path / f"place-{rank}" for rank in range(2)]
+    for place in places:
+        place.mkdir()
+    here = Path.cwd()
+    exits = fork_ranks(
+        2,
+        lambda rank: Path.cwd(),
+        deadline_s=10,
+        log_dir=tmp_path / "logs",
+        enter=lambda rank: os.chdir(places[rank]),
+    )
+    assert values(exits) == places
+    assert Path.cwd() == here
+
+
+def test_a_rank_that_cannot_enter_its_place_fails_without_running_its_body(tmp_path: Path) -> None:
+    def enter(_rank: int) -> None:
+        raise PermissionError("no such place")
+
+    (end,) = fork_ranks(1, lambda rank: print("body"), deadline_s=10, log_dir=tmp_path, enter=enter)
+    assert end.exit_code == 1
+    assert "PermissionError: no such place" in end.log_tail
+    assert "body\n" not in end.log_tail
+
+
 def test_logs_of_an_earlier_try_are_not_mixed_in(tmp_path: Path) -> None:
     fork_ranks(2, lambda rank: print("first try"), deadline_s=10, log_dir=tmp_path)
     (end,) = fork_ranks(1, lambda rank: print("second try"), deadline_s=10, log_dir=tmp_path)

@@ -116,6 +116,7 @@ def fork_ranks(
     *,
     deadline_s: float,
     log_dir: Path,
+    enter: Callable[[int], None] | None = None,
 ) -> tuple[RankExit, ...]:
     """Run `body(rank)` in `world` forked processes and wait for all of them.
 
@@ -126,6 +127,8 @@ def fork_ranks(
         body: what a rank does; what it returns (picklable) comes back as `RankExit.value`.
         deadline_s: wall time in seconds after which all are killed, their stacks kept.
         log_dir: folder for rank-<r>.log (stdout and stderr), rank-<r>.stacks and rank-<r>.value.
+        enter: called in the rank before its body, while it has one thread: where a rank goes to its place on a
+            testbed (network namespace, CPU quota). What it raises fails the rank like its body.
 
     Returns:
         One RankExit a rank, in order.
@@ -138,7 +141,7 @@ def fork_ranks(
     with terminate_as_interrupt():
         try:
             for rank in range(world):
-                ranks.members.append(_Rank(rank, _fork(rank, body, log_dir)))
+                ranks.members.append(_Rank(rank, _fork(rank, body, log_dir, enter)))
             _wait(ranks, end)
         finally:
             ranks.kill(stacks=False)
@@ -172,13 +175,13 @@ def terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _fork(rank: int, body: Callable[[int], Any], log_dir: Path) -> int:
+def _fork(rank: int, body: Callable[[int], Any], log_dir: Path, enter: Callable[[int], None] | None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        leave_after(lambda: _be_rank(rank, body, log_dir, parent))
+        leave_after(lambda: _be_rank(rank, body, log_dir, parent, enter))
     with contextlib.suppress(OSError):  # both sides set it: whichever comes first, a kill reaches the group
         os.setpgid(pid, pid)
     return pid
@@ -199,8 +202,12 @@ def leave_after(work: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
-def _be_rank(rank: int, body: Callable[[int], Any], log_dir: Path, parent: int) -> None:
+def _be_rank(
+    rank: int, body: Callable[[int], Any], log_dir: Path, parent: int, enter: Callable[[int], None] | None
+) -> None:
     _become_rank(rank, log_dir, parent)
+    if enter is not None:
+        enter(rank)
     value = body(rank)
     (log_dir / f"rank-{rank}.value").write_bytes(pickle.dumps(value))
 

@@ -1,0 +1,1 @@
+"""A cluster in small on one machine: network namespaces with shaped links, CPU quotas as devices."""
