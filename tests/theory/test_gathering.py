@@ -8,7 +8,7 @@ from hybridpar.parity_layouts import parity_run
 from hybridpar.specs import RunSpec
 from hybridpar.theory.gathering import Gathering, Unit, gathering
 
-BLOCKS = {0: ("blocks.0", "blocks.1"), 1: ("blocks.2", "blocks.3")}
+BLOCKS = {stage: (f"blocks.{2 * stage}", f"blocks.{2 * stage + 1}") for stage in range(4)}
 
 
 def _run(micro_batches: int, **strategy: object) -> RunSpec:
@@ -56,9 +56,8 @@ def test_gpipe_gathers_for_each_forward_pass_and_once_for_all_backward_passes() 
     assert _gathers(seen) == {"root 0": 1, "blocks.0": 5, "blocks.1": 5}
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble", "zb-v", "dualpipe-v"])
-def test_split_backward_passes_find_all_whole(schedule: str) -> None:
-    layout = {"pp": 2, "zero": 2, "schedule": schedule, "virtual": 2}
-    seen = gathering(_run(4, **layout), 0, _units(0, 1))
+@pytest.mark.parametrize(("schedule", "stages"), [("zero-bubble", (0,)), ("zb-v", (0, 3)), ("dualpipe-v", (0, 3))])
+def test_split_backward_passes_find_all_whole(schedule: str, stages: tuple[int, ...]) -> None:
+    seen = gathering(_run(4, pp=2, zero=2, schedule=schedule), 0, _units(*stages))
     assert set(seen.times.values()) == {1}
-    assert seen.peak == 240
+    assert seen.peak == 120 * len(stages)
